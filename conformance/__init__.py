@@ -1,0 +1,1 @@
+"""The properties, the known bugs they must catch, and the reports."""

@@ -1,0 +1,1 @@
+"""Runs ranks against the fakes, injects faults and records what happened."""
