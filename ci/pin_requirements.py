@@ -64,7 +64,10 @@ def write(file_name: str, pins: dict[str, str], *, includes: str | None, note: s
     lines = [f"# {note}", "# Written by ci/pin_requirements.py from pyproject.toml: edit that, install, pin again."]
     lines += [f"-r {includes}"] if includes else []
     lines += [f"{name}=={version}" for name, version in sorted(pins.items())]
-    (ROOT / "requirements" / file_name).write_text("\n".join(lines) + "\n")
+    path, text = ROOT / "requirements" / file_name, "\n".join(lines) + "\n"
+    # An unchanged file keeps its time: make installs anew when one is newer than .venv.
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
     print(f"requirements/{file_name}: {len(pins)} packages")
 
 
