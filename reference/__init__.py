@@ -1,1 +1,1 @@
-"""A compact, correct publisher for TorchRec models: what to copy and what to compare with."""
+"""The reference publisher: compact, readable, correct; what to copy and what to compare with. Start at publisher.py."""

@@ -1,0 +1,73 @@
+"""Everything a publisher can be told, checked when it is built: a wrong setting must fail before the first step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .contract import Naming
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one publisher; the same on every rank. Credentials are never part of it.
+
+    Raises:
+        ValueError: no or two cadences, an empty or "default" version, or a number out of range.
+    """
+
+    project: str
+    view: str
+    version: str  # required, and never "default": serving reads that one
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    entity: str = "default_dynemb_entity"
+    naming: Naming = "fqn"
+    upload_format: Literal["arrow", "json"] = "arrow"
+    endpoint: str | None = None
+    region: str = "cn-hangzhou"
+    batch_size: int = 1000  # rows; at most the SDK's own batch size is used, so one write is one batch
+    max_workers: int = 4  # batches per window
+    queue_steps_max: int = 8
+    queue_bytes_max: int = 1 << 30
+    retry_attempts_max: int = 8
+    retry_delay_ms_min: int = 100
+    retry_delay_ms_max: int = 10_000
+    flush_timeout_s: float = 300.0  # longest time one window may take before the rank is told
+    close_timeout_s: float = 600.0
+    ttl_s: int = 1_296_000
+    shard_count: int = 1
+    replication_count: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("project", "view", "entity"):
+            if not getattr(self, name).strip():
+                raise ValueError(f"setting {name} is empty")
+        if not self.version.strip() or self.version.strip().lower() == "default":
+            raise ValueError(
+                f"setting version is {self.version!r}: name a version of your own, serving reads 'default'"
+            )
+        if (self.every_steps is None) == (self.every_minutes is None):
+            raise ValueError("set exactly one of every_steps and every_minutes")
+        floors = {
+            "every_steps": 1,
+            "batch_size": 1,
+            "max_workers": 1,
+            "queue_steps_max": 1,
+            "queue_bytes_max": 1,
+            "retry_attempts_max": 1,
+            "retry_delay_ms_min": 0,
+            "retry_delay_ms_max": self.retry_delay_ms_min,
+            "ttl_s": 1,
+        }
+        for name, floor in floors.items():
+            number = getattr(self, name)
+            if number is not None and number < floor:
+                raise ValueError(f"setting {name} is {number}, the least is {floor}")
+        for name in ("every_minutes", "flush_timeout_s", "close_timeout_s"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < float("inf"):
+                raise ValueError(f"setting {name} is {number}, expected a positive number")
+        for name, most in (("shard_count", 20), ("replication_count", 3)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"setting {name} is {getattr(self, name)}, expected 1 to {most}")
