@@ -15,7 +15,7 @@ JOBS ?= 2
 
 BIN := .venv/bin
 RUN := $(BIN)/python -P
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # .venv is finished when these exist; each is older than nothing it was made from.
 INSTALLED := .venv/requirements.stamp
 READY := .venv/package.stamp
