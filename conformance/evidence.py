@@ -1,0 +1,197 @@
+"""What the properties share: the store's rows matched with what the model held, and the events that led to a violation.
+
+Everything here is vectorised: a history may hold a million accepted rows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..simulator.history import Event, History, LedgerTable
+
+#: Steps before the first and after the last one. ``NEVER``: the model never held it; ``FOREVER``: it still does.
+NEVER, FOREVER = -1, int(np.iinfo(np.int64).max)
+
+#: Events that explain a violation whatever step they belong to.
+NOTABLE = {"fault", "error", "finished", "closed", "rank-end", "rank-exit", "rank-ended-by-supervisor"}
+EVENTS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one table found in the store, in arrival order, each matched bit by bit with the model.
+
+    All int64 (n,): ``index`` row numbers in the Arrow table they come from, ``keys``, ``ts``; ``first`` and ``last``
+    step at which the model held exactly this value for this key (``NEVER``: at none). A value that came back later
+    counts as held all the time in between, so that whoever says "too old" is certain. ``values``: float32 (n, dim),
+    zeros where ``sized`` (n,) is false because the row has another dimension.
+    """
+
+    ledger: LedgerTable
+    index: np.ndarray
+    keys: np.ndarray
+    ts: np.ndarray
+    values: np.ndarray
+    sized: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last step, int64 (n,) each, at which the model held ``values`` (n, dim) for ``keys`` (n,)."""
+    n, rows = len(keys), len(ledger.initial)
+    legal = (keys >= 0) & (keys < rows)
+    asked = np.zeros(rows, bool)
+    asked[keys[legal]] = True
+    initial, changed = np.flatnonzero(asked), np.flatnonzero(asked[ledger.keys])
+    model_keys = np.concatenate([initial, ledger.keys[changed]])
+    model_steps = np.concatenate([np.zeros(len(initial), np.int64), ledger.steps[changed]])
+    order = np.lexsort((model_steps, model_keys))
+    model_keys, model_steps = model_keys[order], model_steps[order]
+    model_values = np.concatenate([ledger.initial[initial], ledger.values[changed]])[order]
+    until = np.full(len(order), FOREVER)
+    superseded = np.flatnonzero(np.diff(model_keys) == 0)
+    until[superseded] = model_steps[superseded + 1] - 1
+
+    codes = _codes(np.concatenate([model_values, values]))
+    width = len(codes) + 1
+    pairs = np.append(model_keys, keys) * width + codes
+    pairs[len(order) :][~legal] = -1
+    known, where = np.unique(pairs[: len(order)], return_inverse=True)
+    first, last = np.full(len(known), FOREVER), np.full(len(known), NEVER)
+    np.minimum.at(first, where, model_steps)
+    np.maximum.at(last, where, until)
+    if not len(known):
+        return np.full(n, NEVER), np.full(n, NEVER)
+    at = np.minimum(np.searchsorted(known, pairs[len(order) :]), len(known) - 1)
+    hit = known[at] == pairs[len(order) :]
+    return np.where(hit, first[at], NEVER), np.where(hit, last[at], NEVER)
+
+
+def _codes(values: np.ndarray) -> np.ndarray:
+    """int64 (n,): equal numbers for rows that are equal bit by bit (0.0 and -0.0 are not, a NaN is what its bits
+    are)."""
+    values = np.ascontiguousarray(values, np.float32)
+    kind = pa.binary(values.shape[1] * 4)
+    rows = pa.FixedSizeBinaryArray.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+    return rows.dictionary_encode().indices.to_numpy().astype(np.int64)
+
+
+def match(history: History, table: pa.Table) -> dict[str, Rows]:
+    """FQN -> rows of ``table`` (columns pk, sk, ts, embedding) under that table's published name; others are left
+    out."""
+    names = table["pk"].combine_chunks().dictionary_encode()
+    codes = names.indices.to_numpy()
+    keys, ts = table["sk"].to_numpy(), table["ts"].to_numpy()
+    embeddings = table["embedding"].combine_chunks()
+    lengths = pc.list_value_length(embeddings).fill_null(-1).to_numpy()
+    numbers = {name: code for code, name in enumerate(names.dictionary.to_pylist())}
+    found = {}
+    for fqn, ledger in history.tables.items():
+        index = np.flatnonzero(codes == numbers.get(ledger.embedding_name, -1))
+        dim = ledger.initial.shape[1]
+        sized = lengths[index] == dim
+        values = np.zeros((len(index), dim), np.float32)
+        flat = embeddings.take(pa.array(index[sized])).flatten()
+        values[sized] = flat.to_numpy(zero_copy_only=False).reshape(-1, dim)
+        first, last = held(ledger, keys[index], values)
+        first[~sized] = last[~sized] = NEVER
+        found[fqn] = Rows(ledger, index, keys[index], ts[index], values, sized, first, last)
+    return found
+
+
+_matched: tuple[weakref.ref[History], dict[str, Rows]] | None = None
+
+
+def written(history: History) -> dict[str, Rows]:
+    """``match`` of the accepted writes; the last history's is kept, because several properties ask for the same one."""
+    global _matched
+    if _matched is None or _matched[0]() is not history:
+        _matched = (weakref.ref(history), match(history, history.writes))
+    return _matched[1]
+
+
+def touched(ledger: LedgerTable, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """First and last step, int64 (rows,) each, at which a key was touched: looked up in training by ``rank`` (None:
+    by any rank, or changed, which also shows the lookup of a rank that was killed before it could write it down).
+
+    Keys never touched have ``FOREVER`` and ``NEVER``.
+    """
+    keys, steps = ledger.lookup_keys, ledger.lookup_steps
+    if rank is None:
+        keys, steps = np.append(keys, ledger.keys), np.append(steps, ledger.steps)
+    else:
+        mine = ledger.lookup_ranks == rank
+        keys, steps = keys[mine], steps[mine]
+    first, last = np.full(len(ledger.initial), FOREVER), np.full(len(ledger.initial), NEVER)
+    np.minimum.at(first, keys, steps)
+    np.maximum.at(last, keys, steps)
+    return first, last
+
+
+def step_starts(history: History) -> np.ndarray:
+    """float64 (s,): no rank began lockstep step i before this moment (ms, monotonic); -inf where nothing is known.
+
+    A rank writes its event ``step`` after the update, so step s begins after the first rank's event of step s - 1 or
+    later.
+    """
+    seen = [(e.step, e.t_ms) for e in history.events if e.kind == "step" and e.step is not None]
+    size = 2 + max([step for step, _ in seen], default=0)
+    starts = np.full(size, np.inf)
+    for step, t_ms in seen:
+        starts[step + 1] = min(starts[step + 1], t_ms)
+    starts = np.minimum.accumulate(starts[::-1])[::-1]
+    starts[:2] = -np.inf
+    return np.where(np.isinf(starts), -np.inf, starts)
+
+
+def value_at(ledger: LedgerTable, key: int, step: int) -> np.ndarray:
+    """float32 (dim,): what the model held for ``key`` at the end of ``step``."""
+    raw = [value for at, value in ledger.versions(key) if at <= step][-1]
+    return np.frombuffer(raw, np.float32)
+
+
+def same_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """bool (n,): rows of two float32 (n, dim) arrays that are equal bit by bit."""
+    bits = [np.ascontiguousarray(side, np.float32).view(np.uint32) for side in (left, right)]
+    return (bits[0] == bits[1]).all(axis=1)
+
+
+def when_held(first: int, last: int) -> str:
+    """Words for an interval of steps."""
+    if first == NEVER:
+        return "a value the model never held for this key"
+    since = "the initial value" if first == 0 else f"the value of step {first}"
+    return f"{since}, which the model still holds" if last == FOREVER else f"{since}, held until step {last}"
+
+
+def rank_of(client: str) -> int | None:
+    """The rank behind a store client's name: ranks log in as ``rank0``, ``rank1``, …"""
+    number = client.removeprefix("rank")
+    return int(number) if client.startswith("rank") and number.isdecimal() else None
+
+
+def events_about(
+    history: History, rank: int | None, step: int | None = None, until_ms: float | None = None
+) -> list[Event]:
+    """The few events that explain what became of ``step`` on ``rank`` (None: on any): its own steps and calls from
+    then on, what the store did to its requests, and whatever struck it. ``until_ms`` leaves out what came later."""
+
+    def concerns(event: Event) -> bool:
+        if rank is None or event.who == "supervisor":
+            return rank is None or event.rank in (None, rank)
+        return event.rank == rank or event.who == f"rank{rank}" or event.data.get("client") == f"rank{rank}"
+
+    mine = [e for e in history.events if concerns(e) and (until_ms is None or e.t_ms <= until_ms)]
+    since = next((e.t_ms for e in mine if step is not None and e.step == step), float("-inf"))
+    notable = [e for e in mine if e.kind in NOTABLE]
+    near = [e for e in mine if e.kind not in NOTABLE and e.t_ms >= since]
+    # What struck the rank first and how it ended; between them the step itself and what followed it directly.
+    kept = notable[: EVENTS_KEPT // 4] + notable[EVENTS_KEPT // 4 :][-EVENTS_KEPT // 4 :]
+    kept += near[: EVENTS_KEPT - len(kept)] if step is not None else near[-(EVENTS_KEPT - len(kept)) :]
+    return sorted(kept, key=lambda e: e.t_ms)

@@ -1,0 +1,77 @@
+"""The property ``fails-loudly``."""
+
+from __future__ import annotations
+
+import re
+
+from ...simulator.faults import RankKill, StoreError, StorePartial, StoreReset
+from ...simulator.history import History, RankOutcome
+from .. import evidence
+from ..verdict import Finding, Violation
+
+
+def fails_loudly(history: History) -> Finding:
+    """A job fails only when something happened that it need not survive, and then it says where.
+
+    A publisher that gives up over a fault it should tolerate stops training for nothing: an owner whose shard lives
+    on another rank made the dump raise (S21), a table without new ids made the tracker raise (S25), the job failed
+    when its first token expired (S36). And one that fails without a word cannot be repaired: a rank must not vanish
+    or die of a signal that nobody sent, and the error that brings the job down names its rank or a step. Ranks that
+    fall after it only repeat what the broken process group told them; of them, no more than any text is asked.
+    """
+    finding = Finding("fails-loudly", checked=len(history.outcomes), unit="ranks")
+    failed = sorted((o for o in history.outcomes if o.status != "ok"), key=lambda o: _when(history, o.rank))
+    raised = [o for o in failed if o.status == "error"]
+
+    def violation(outcome: RankOutcome, message: str) -> Violation:
+        error = next((e for e in history.events if e.rank == outcome.rank and e.kind == "error"), None)
+        return Violation(
+            property=finding.property,
+            message=f"rank {outcome.rank} {message}",
+            rank=outcome.rank,
+            step=error.step if error else None,
+            found=outcome.error or None,
+            events=evidence.events_about(history, outcome.rank),
+        )
+
+    if not _may_fail(history):
+        struck = sorted({f.kind for f, n in zip(history.scenario.faults, history.fired, strict=False) if n})
+        cause = f"only faults it must survive had struck ({', '.join(struck)})" if struck else "no fault had struck"
+        finding.report(raised, lambda o: violation(o, f"failed although {cause}"))
+    mute = [o for o in raised if not o.error.strip()]
+    finding.report(mute, lambda o: violation(o, "failed without a word"))
+    vague = [o for o in raised if o is failed[0] and o not in mute and not _names_a_place(o)]
+    finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
+    vanished = [o for o in failed if o.status == "vanished"]
+    finding.report(vanished, lambda o: violation(o, f"vanished (exit code {o.exitcode}): no error, and not finished"))
+    killed = [o for o in failed if o.status == "killed" and not _kill_planned(history, o.rank)]
+    finding.report(killed, lambda o: violation(o, f"died of a signal that nobody sent (exit code {o.exitcode})"))
+    if not finding.checked:
+        finding.reason = "no rank was started"
+    return finding
+
+
+def _when(history: History, rank: int) -> float:
+    """When a rank failed, by its own account or else by the supervisor's; what is not known counts as last."""
+    moments = [e.t_ms for e in history.events if e.rank == rank and e.kind in ("error", "rank-exit")]
+    return min(moments, default=float("inf"))
+
+
+def _may_fail(history: History) -> bool:
+    """Whether a fault that struck, or several together, allow the job to fail."""
+    scenario = history.scenario
+    struck = [(f, n) for f, n in zip(scenario.faults, history.fired, strict=False) if n]
+    # Each refused request can cost one attempt of the same step, so the store's faults add up.
+    refused = sum(n for f, n in struck if isinstance(f, StoreError | StoreReset | StorePartial))
+    return refused >= scenario.publisher.retry_attempts_max or any(
+        f.expect(scenario) == "fail-loudly" for f, _ in struck
+    )
+
+
+def _names_a_place(outcome: RankOutcome) -> bool:
+    return bool(re.search(rf"\brank\W{{0,3}}{outcome.rank}\b|\bstep\W{{0,3}}\d", outcome.error, re.IGNORECASE))
+
+
+def _kill_planned(history: History, rank: int) -> bool:
+    planned = zip(history.scenario.faults, history.fired, strict=False)
+    return any(isinstance(f, RankKill) and f.rank == rank and n for f, n in planned)

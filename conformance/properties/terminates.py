@@ -1,0 +1,36 @@
+"""The property ``terminates``."""
+
+from __future__ import annotations
+
+from ...simulator.history import History, RankOutcome
+from .. import evidence
+from ..verdict import Finding, Violation
+
+
+def terminates(history: History) -> Finding:
+    """Every rank ends within the scenario's deadlines: by itself, or ended by its launcher because a peer had failed.
+
+    A job that hangs holds its machines until somebody looks, and tells nobody why. Real cases: the rank that sees an
+    upload error raises while its peers enter the next collective, and then does not exit (S05); rank 0 fails to
+    create the view and never joins the start-up barrier (S06); submit waits for room in the queue of a dead worker
+    (S09); a refused credential is retried for minutes (S47). Peers of a failed rank may be waiting for it in a
+    collective: that is the launcher's to end, and no violation.
+    """
+    finding = Finding("terminates", checked=len(history.outcomes), unit="ranks")
+
+    def violation(outcome: RankOutcome) -> Violation:
+        last = next((e.step for e in reversed(history.events) if e.rank == outcome.rank and e.step is not None), None)
+        return Violation(
+            property=finding.property,
+            message=f"rank {outcome.rank} was still running when its time was over (run: "
+            f"{history.scenario.deadlines.run_s:g} s, after a failure: {history.scenario.deadlines.grace_s:g} s)",
+            rank=outcome.rank,
+            step=last,
+            found=history.stacks.get(outcome.rank) or outcome.error or None,
+            events=evidence.events_about(history, outcome.rank),
+        )
+
+    finding.report([o for o in history.outcomes if o.status == "deadline"], violation)
+    if not finding.checked:
+        finding.reason = "no rank was started"
+    return finding
