@@ -79,11 +79,11 @@ def make_delta(
     return pa.Table.from_batches(chunks, schema=DELTA_SCHEMA)
 
 
-def validate(table: pa.Table, dims: Mapping[str, int]) -> None:
+def validate(table: pa.Table, dims: Mapping[str, int] | None = None) -> None:
     """Refuse a delta that the store must never see. Vectorised; linear in rows.
 
     Args:
-        table: columns of DELTA_SCHEMA. dims: embedding dimension per table FQN.
+        table: columns of DELTA_SCHEMA. dims: embedding dimension per table FQN; None leaves dimensions unchecked.
 
     Raises:
         DeltaError: names the first offending row's table, key and step.
@@ -91,34 +91,39 @@ def validate(table: pa.Table, dims: Mapping[str, int]) -> None:
     if table.schema.names != DELTA_SCHEMA.names or table.schema.types != DELTA_SCHEMA.types:
         raise DeltaError(f"schema is {table.schema}, expected {DELTA_SCHEMA}", table="", key=None, step=None)
     for batch in table.to_batches():
-        if batch.num_rows:
-            _validate_batch(batch, dims)
+        if batch.num_rows and (found := _first_offender(batch, dims)):
+            row, what = found
+            fqn, key, step = (batch[name][row].as_py() for name in ("table_fqn", "key_id", "global_step"))
+            raise DeltaError(what, table=str(fqn), key=key, step=step)
 
 
-def _validate_batch(batch: pa.RecordBatch, dims: Mapping[str, int]) -> None:
-    def refuse(row: int, what: str) -> None:
-        key, step = batch["key_id"][row].as_py(), batch["global_step"][row].as_py()
-        raise DeltaError(what, table=str(batch["table_fqn"][row].as_py()), key=key, step=step)
-
-    for name in ("global_step", "table_fqn", "key_id", "embedding"):
+def _first_offender(batch: pa.RecordBatch, dims: Mapping[str, int] | None) -> tuple[int, str] | None:
+    """Row and reason, or None when every row may be sent."""
+    for name in ("table_fqn", "key_id", "embedding"):
         if batch[name].null_count:
-            refuse(int(np.flatnonzero(pc.is_null(batch[name]).to_numpy(zero_copy_only=False))[0]), f"{name} is null")
-    reserved = np.flatnonzero(batch["key_id"].to_numpy() == KEY_RESERVED)
-    if len(reserved):
-        refuse(int(reserved[0]), f"key {KEY_RESERVED} is reserved")
+            return _first(pc.is_null(batch[name]).to_numpy(zero_copy_only=False)), f"{name} is null"
+    reserved = batch["key_id"].to_numpy() == KEY_RESERVED
+    if reserved.any():
+        return _first(reserved), f"key {KEY_RESERVED} is reserved"
     lists = batch["embedding"]
     lengths = np.diff(lists.offsets.to_numpy())
-    encoded = batch["table_fqn"].dictionary_encode()
-    fqns = encoded.dictionary.to_pylist()
-    expected = np.array([dims.get(fqn, -1) for fqn in fqns], dtype=np.int64)[encoded.indices.to_numpy()]
-    wrong = np.flatnonzero(lengths != expected)
-    if len(wrong):
-        row = int(wrong[0])
-        if expected[row] < 0:
-            refuse(row, "table is not one of this model's")
-        refuse(row, f"embedding has dimension {lengths[row]}, the table has {expected[row]}")
-    values = lists.flatten()
-    numbers = values.to_numpy(zero_copy_only=False)  # nulls become NaN
-    if not np.isfinite(numbers).all():
-        flat = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        refuse(int(np.searchsorted(np.cumsum(lengths), flat, side="right")), f"embedding holds {numbers[flat]}")
+    if dims is not None:
+        fqns = batch["table_fqn"].dictionary_encode()
+        expected = np.array([dims.get(fqn, -1) for fqn in fqns.dictionary.to_pylist()])[fqns.indices.to_numpy()]
+        wrong = lengths != expected
+        if wrong.any():
+            row = _first(wrong)
+            return (
+                row,
+                f"the embedding has dimension {lengths[row]}, its table has {expected[row]} (-1: not in the model)",
+            )
+    numbers = lists.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        place = _first(~finite)
+        return int(np.searchsorted(np.cumsum(lengths), place, side="right")), f"the embedding holds {numbers[place]}"
+    return None
+
+
+def _first(mask: npt.NDArray[np.bool_]) -> int:
+    return int(np.argmax(mask))

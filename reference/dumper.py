@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from .contract import Collection
-from .delta import DeltaError, Keys, Rows, make_delta, validate
+from .delta import DeltaError, Keys, Rows, make_delta
 from .settings import Settings
 
 DATA_PARALLEL = "data_parallel"
@@ -87,14 +87,14 @@ class Dumper:
         self._replicated: dict[str, Keys] = {}  # data-parallel keys this rank ever published
 
     def dump(self, step: int, final: bool = False) -> pa.Table | None:
-        """Delta (DELTA_SCHEMA) of all rows touched since the last dump, at their present values; None when quiet.
+        """Delta (DELTA_SCHEMA) of all rows touched since the last dump, at their present values; None for none.
 
         `final` adds every data-parallel key this rank ever published. Ranks' clocks differ, so an old value of a
         replicated row may carry a greater ts than a newer one from another rank; at the end all replicas agree, so
         whichever rank wins is right.
 
         Raises:
-            DeltaError: a row that must not be published; nothing is lost from the tracked ids.
+            DeltaError: an id outside this rank's shard. Ids stay tracked when a dump raises.
         """
         try:
             touched = self._collect()
@@ -102,10 +102,9 @@ class Dumper:
             raise DeltaError(error.what, table=error.table, key=error.key, step=step) from None
         if final:
             touched = _merge(touched, self._replicated)
-        deltas = [self._delta_of(step, fqn, touched[fqn], final) for fqn in sorted(touched) if len(touched[fqn])]
-        self._replicated = _merge(
-            self._replicated, {fqn: keys for fqn, keys in touched.items() if self._is_replicated(fqn)}
-        )
+        deltas = [self._delta_of(step, fqn, touched[fqn], final) for fqn in self._targets(touched)]
+        replicated = {fqn: keys for fqn, keys in touched.items() if self._tables[fqn].sharding == DATA_PARALLEL}
+        self._replicated = _merge(self._replicated, replicated)
         self._undelivered = {}
         return pa.concat_tables(deltas) if deltas else None
 
@@ -122,19 +121,14 @@ class Dumper:
         self._undelivered = _merge(self._undelivered, self._source.drain())
         return self._undelivered
 
-    def _is_replicated(self, fqn: str) -> bool:
-        return self._tables[fqn].sharding == DATA_PARALLEL
+    def _targets(self, touched: Mapping[str, Keys]) -> list[str]:
+        """Tables this dump reads. Only those with keys: a quiet table, or one of another rank, has nothing to read."""
+        return sorted(fqn for fqn, keys in touched.items() if len(keys))
 
     def _delta_of(self, step: int, fqn: str, keys: Keys, final: bool) -> pa.Table:
-        info = self._tables.get(fqn)
-        if info is None:
-            raise DeltaError("ids were recorded for a table the model does not have", table=fqn, key=None, step=step)
         rows = np.ascontiguousarray(self._source.gather(fqn, keys))
-        source = "final" if final else "dump"
-        features = ",".join(info.feature_names)
-        delta = make_delta(step, self._rank, self._world_size, features, fqn, keys, rows, source)
-        validate(delta, {fqn: info.dim})
-        return delta
+        features, source = ",".join(self._tables[fqn].feature_names), "final" if final else "dump"
+        return make_delta(step, self._rank, self._world_size, features, fqn, keys, rows, source)
 
 
 def _merge(left: Mapping[str, Keys], right: Mapping[str, Keys]) -> dict[str, Keys]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from .contract import ContractError, TableRef, embedding_names
 from .dumper import Cadence, Dumper, TableSource
 from .settings import Settings
-from .uploader import Uploader
+from .uploader import Uploader, UploadError
 
 PK, SK, VALUE = "embedding_name", "key_id", "embedding"
 FLOAT_TYPES = ("ARRAY<FLOAT>", "FLOAT_ARRAY", "ARRAY_FLOAT")
@@ -25,11 +25,17 @@ class PublisherError(RuntimeError):
 class Publisher:
     """Publishes what one rank changed. The same calls on every rank; after `start`, no rank waits for another.
 
+    As a context manager it closes itself: it drains after a normal exit, and does not wait when training raised.
+
     Args:
         source: where touched ids and rows come from. client: a `feature_store_py` client.
         barrier: returns when every rank called it; called exactly once, in `start`.
         clock: a module-like object with `time()` and `monotonic()` in seconds.
     """
+
+    dumper_class = Dumper
+    cadence_class = Cadence
+    uploader_class = Uploader
 
     def __init__(
         self,
@@ -46,7 +52,7 @@ class Publisher:
         self._rank, self._world_size, self._barrier, self._clock = rank, world_size, barrier, clock
         self._tables = dict(source.tables())
         self._names = self._embedding_names()
-        self._dumper = Dumper(source, settings, rank, world_size)
+        self._dumper = self.dumper_class(source, settings, rank, world_size)
         self._cadence: Cadence | None = None
         self._uploader: Uploader | None = None
         self._finished = False
@@ -84,12 +90,12 @@ class Publisher:
             raise error
         view = self._open_view()
         dims = {fqn: info.dim for fqn, info in self._tables.items()}
-        self._uploader = Uploader(
+        self._uploader = self.uploader_class(
             view, self._settings, self._rank, self._world_size, self._clock, names=self._names, dims=dims
         )
         self._uploader.start()
         self._dumper.discard()
-        self._cadence = Cadence(self._settings, self._clock)
+        self._cadence = self.cadence_class(self._settings, self._clock)
 
     def after_step(self, step: int) -> None:
         """Call after each of this rank's optimizer steps. Dumps and queues when the cadence says so.
@@ -100,6 +106,7 @@ class Publisher:
         uploader = self._running()
         uploader.check_error()
         assert self._cadence is not None
+        self._finished = False
         if self._cadence.due(step):
             self._publish(step, final=False)
 
@@ -116,12 +123,12 @@ class Publisher:
             UploadError: names every step that is not acknowledged.
         """
         uploader = self._running()
-        self._publish(step, final=True)
+        self._flush_last(step)
         uploader.drain()
         self._finished = True
 
-    def close(self) -> None:
-        """Stop the uploader. Idempotent.
+    def close(self, drain: bool = True) -> None:
+        """Stop the uploader. Idempotent. `drain=False` gives up what is pending at once, for a rank that failed.
 
         Raises:
             UploadError: steps are not acknowledged. PublisherError: rows were touched and `finish` was not called.
@@ -129,7 +136,7 @@ class Publisher:
         uploader, self._uploader = self._uploader, None
         if uploader is None:
             return
-        uploader.close()
+        uploader.close(drain)
         if not self._finished and (rows := self._dumper.tracked_rows()):
             raise PublisherError(
                 f"rank {self._rank}: {rows} rows changed since the last dump and were not published; "
@@ -155,11 +162,14 @@ class Publisher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            self.close()
-        except Exception as closing:
+            self.close(drain=error is None)
+        except (UploadError, PublisherError) as left:
             if error is None:
                 raise
-            error.add_note(f"while closing the publisher: {closing}")
+            error.add_note(f"while closing the publisher: {left}")
+
+    def _flush_last(self, step: int) -> None:
+        self._publish(step, final=True)
 
     def _publish(self, step: int, final: bool) -> None:
         table = self._dumper.dump(step, final=final)

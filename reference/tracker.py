@@ -28,6 +28,7 @@ from .delta import DeltaError, Keys, Rows
 from .dumper import TableInfo
 
 SHARDINGS = ("row_wise", "table_wise", "data_parallel")
+KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
 COMPACT_AT_IDS = 1 << 20  # pending ids of one table before duplicates are folded
 
 
@@ -84,6 +85,8 @@ class TorchRecSource:
                 raise TrackerError(
                     f"{path!r} is not sharded, so its changes cannot be tracked; give it a sharding plan"
                 )
+            if hasattr(module, "_managed_collision_collection"):
+                raise TrackerError(f"{path!r} remaps ids (managed collision), so rows cannot be told from ids")
             if isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
                 self._follow(strip_wrappers(path), module)
         if not self._tables:
@@ -124,7 +127,7 @@ class TorchRecSource:
         collection: Collection = "ebc" if isinstance(module, ShardedEmbeddingBagCollection) else "ec"
         lookups = [_unwrap(lookup) for lookup in module._lookups]
         for table, config in module._table_name_to_config.items():
-            sharding = str(module.module_sharding_plan[table].sharding_type)
+            plan = module.module_sharding_plan[table]
             info = TableInfo(
                 fqn=fqn(owner, collection, table),
                 owner=owner,
@@ -133,20 +136,22 @@ class TorchRecSource:
                 feature_names=tuple(config.feature_names),
                 rows=config.num_embeddings,
                 dim=config.embedding_dim,
-                sharding=sharding,
+                sharding=plan.sharding_type,
                 hosted=False,
             )
-            self._admit(info, config)
+            self._admit(info, plan.compute_kernel, config.data_type)
         layouts = [self._layout(owner, collection, lookup) for lookup in lookups]
         self._listen(owner, module, layouts)
 
-    def _admit(self, info: TableInfo, config: Any) -> None:
+    def _admit(self, info: TableInfo, kernel: str, data_type: DataType) -> None:
         if info.sharding not in SHARDINGS:
             raise TrackerError(
                 f"table {info.fqn!r} is sharded {info.sharding}; only {', '.join(SHARDINGS)} can be followed row by row"
             )
-        if config.data_type not in (DataType.FP32, DataType.FP16):
-            raise TrackerError(f"table {info.fqn!r} holds {config.data_type}; only float tables are published")
+        if kernel not in KERNELS or data_type not in (DataType.FP32, DataType.FP16):
+            raise TrackerError(
+                f"table {info.fqn!r} holds {data_type} in kernel {kernel}; only in-memory float tables work"
+            )
         if info.fqn in self._tables:
             raise TrackerError(f"two tables have the name {info.fqn!r}; rename one or move it under another module")
         self._tables[info.fqn] = info
