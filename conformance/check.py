@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..simulator.errors import ScenarioError
 from ..simulator.history import History
-from ..simulator.scenario import Scenario, ScenarioError
+from ..simulator.scenario import Scenario
 from .judge import judge
 from .verdict import Report
 
@@ -18,6 +19,8 @@ FAILURE_VERSION = 1
 
 
 class Engine(Protocol):
+    """What runs a scenario and returns what was observed."""
+
     def run(self, scenario: Scenario, target: str = "reference") -> History: ...
 
 

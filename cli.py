@@ -1,0 +1,500 @@
+"""The command line: ``deltaproof demo``, ``run``, ``replay``, ``explore``, ``serve`` and ``list``.
+
+Exit codes: 0 everything held, 1 a property broke, 2 bad input or environment, 3 a planned fault never fired or nothing
+could be checked, 4 the kit itself failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .conformance.check import check, load, save_failure
+from .conformance.verdict import Report, Verdict, worst
+from .simulator.errors import KitError, ScenarioError
+from .simulator.scenario import Scenario
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Prove that no embedding row is lost between a training job and the store that serves it.",
+)
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="reference, specimen:ID or package.module:factory.", show_default=False)
+]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Parquet file of interactions; its int64 columns give the ids.")
+]
+FailuresOption = Annotated[Path, typer.Option("--failures", help="Folder in which failing scenarios are kept.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="Engine to run on: processes.")]
+
+COLOURS = {
+    Verdict.HELD: "green",
+    Verdict.BROKEN: "bold red",
+    Verdict.NOT_EXERCISED: "yellow",
+    Verdict.NOT_TESTED: "yellow",
+    Verdict.KIT_ERROR: "bold magenta",
+}
+FAILURES = Path("deltaproof-failures")
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of ids and weights.")] = 2026,
+    data: DataOption = None,
+    failures: FailuresOption = FAILURES,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a sharded model under every fault, compare every row, then show how a known bug is reported."""
+    from .conformance.specimens import SPECIMENS
+    from .simulator.catalogue import demo_scenarios
+
+    planned = demo_scenarios(seed=seed, data=None if data is None else str(data))
+    started = time.monotonic()
+    with _engine("processes") as engine:
+        if not as_json:
+            out.print(
+                f"deltaproof demo: {len(planned)} scenarios, seed {seed}, real TorchRec ranks over gloo, store on HTTP"
+            )
+        reports = _run_all(engine, [(s, "reference") for s in planned], quiet=as_json)
+        specimen = SPECIMENS["S02"]
+        caught = check(engine, specimen.scenario, f"specimen:{specimen.id}")
+    wall_s = time.monotonic() - started
+    bad = [save_failure(r, failures) for r in reports if r.verdict is Verdict.BROKEN]
+    found = set(specimen.properties) & {f.property for f in caught.findings if f.violations}
+    saved = save_failure(caught, failures) if found else None
+    verdict = worst([r.verdict for r in reports])
+    if not found and verdict is Verdict.HELD:
+        verdict = Verdict.BROKEN
+    if as_json:
+        _print_json(
+            {
+                "command": "demo",
+                "seed": seed,
+                "verdict": verdict.value,
+                "wall_s": round(wall_s, 3),
+                "rows_compared": sum(r.rows_compared for r in reports),
+                "runs": [_report_json(r) for r in reports],
+                "specimen": {"id": specimen.id, "caught_by": sorted(found), "run": _report_json(caught)},
+                "failures": [str(p) for p in bad],
+            }
+        )
+        raise typer.Exit(verdict.exit_code)
+    _print_table(reports)
+    for report, path in zip((r for r in reports if r.verdict is Verdict.BROKEN), bad, strict=True):
+        _print_failure(report, path)
+    compared = sum(r.rows_compared for r in reports)
+    tolerated = sum(1 for r in reports if r.history.succeeded)
+    out.print(
+        f"{compared} rows of {tolerated} jobs that succeeded were compared with the model, bit by bit; "
+        f"{sum(len(r.violations) for r in reports)} violations; {wall_s:.1f} s"
+    )
+    out.rule(Text(f"the same check on a known bug: {specimen.id} {specimen.slug}"))
+    out.print(Text(specimen.cause))
+    if saved is None:
+        out.print(Text(f"NOT CAUGHT by {', '.join(specimen.properties)}: the harness is blind to this bug", "bold red"))
+    else:
+        _print_failure(caught, saved)
+    raise typer.Exit(verdict.exit_code)
+
+
+@app.command()
+def run(
+    files: Annotated[list[Path], typer.Argument(help="Scenario files, or failure files.", show_default=False)],
+    target: TargetOption = None,
+    engine: EngineOption = "processes",
+    data: DataOption = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep each run's logs, events and ledger in this folder.")] = None,
+    failures: FailuresOption = FAILURES,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run scenario files and judge them."""
+    work = []
+    for path in files:
+        saved = load(path)
+        work.append((_with_data(saved.scenario, data), target or saved.target))
+    with _engine(engine, keep=keep) as running:
+        reports = _run_all(running, work, quiet=as_json)
+    _finish("run", reports, failures, as_json)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A failure file, as a failing run prints it.", show_default=False)],
+    target: TargetOption = None,
+    engine: EngineOption = "processes",
+    as_json: JsonFlag = False,
+) -> None:
+    """Repeat a saved failure. Exit code 1: it reproduced; 3: it did not (``run`` judges afresh)."""
+    saved = load(file)
+    with _engine(engine) as running:
+        [report] = _run_all(running, [(saved.scenario, target or saved.target)], quiet=as_json)
+    broken = {f.property for f in report.findings if f.violations}
+    wanted = set(saved.broken)
+    reproduced = bool(broken & wanted) if wanted else bool(broken)
+    code = 1 if reproduced else (report.verdict.exit_code or 3)
+    if as_json:
+        _print_json({"command": "replay", "reproduced": reproduced, "run": _report_json(report)})
+    elif reproduced:
+        _print_table([report])
+        _print_failure(report, file)
+    else:
+        _print_table([report])
+        text = f"did not reproduce: {', '.join(sorted(wanted)) or 'no property'} held this time"
+        if broken:
+            text += f"; but {', '.join(sorted(broken))} broke"
+        out.print(Text(text, "yellow"))
+    raise typer.Exit(code)
+
+
+@app.command()
+def explore(
+    engine: EngineOption = "processes",
+    count: Annotated[int, typer.Option(min=1, help="Scenarios to generate and run.")] = 100,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed; drawn and printed when absent.", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Engines side by side.")] = 1,
+    target: TargetOption = None,
+    ranks_max: Annotated[int, typer.Option(min=1, max=16, help="Greatest world size.")] = 4,
+    shrink_s: Annotated[float, typer.Option(min=0, help="Seconds spent on making one failure smaller.")] = 60.0,
+    failures: FailuresOption = FAILURES,
+    as_json: JsonFlag = False,
+) -> None:
+    """Generate scenarios with every fault, run and judge them, and shrink what fails."""
+    from .conformance.campaign import campaign
+    from .simulator.processes.engine import require_torch
+
+    _known_engine(engine)
+    require_torch()
+    if seed is None:
+        seed = time.time_ns() % 2**31
+    if not as_json:
+        out.print(
+            f"explore: {count} scenarios, seed {seed}, engine {engine}, target {target or 'reference'}, {jobs} jobs"
+        )
+    with _progress(quiet=as_json) as progress:
+        bar = progress.add_task("runs", total=count)
+
+        def tell(done: int, text: str) -> None:
+            progress.update(bar, completed=done, description=text)
+
+        result = campaign(
+            target=target or "reference",
+            count=count,
+            seed=seed,
+            jobs=jobs,
+            ranks_max=ranks_max,
+            shrink_s=shrink_s,
+            failures=failures,
+            tell=tell,
+        )
+    command = f"deltaproof explore --engine {engine} --count {count} --seed {seed} --jobs {jobs}"
+    command += f" --ranks-max {ranks_max}" + (f" --target {target}" if target else "")
+    if as_json:
+        _print_json({"command": "explore", "repeat": command, **result.as_json()})
+    else:
+        result.print(out)
+        if result.failures:
+            out.print(Text(f"repeat with: {command}"))
+    raise typer.Exit(result.verdict.exit_code)
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start the fake Feature Store and print how a client connects. Ends with Ctrl-C."""
+    from .fakes.server.serve import PortInUse, run_forever
+
+    def ready(port: int) -> None:
+        if as_json:
+            print(json.dumps({"command": "serve", "host": host, "port": port}), flush=True)
+            return
+        out.print(f"fake Feature Store on http://{host}:{port} (Ctrl-C ends it; nothing is kept)")
+        out.print(
+            Text(
+                "from deltaproof.fakes.feature_store_py import FeatureStoreClient\n"
+                f'client = FeatureStoreClient("id", "secret", "local", "{host}:{port}", featuredb_username="me", '
+                'featuredb_password="any")'
+            )
+        )
+
+    try:
+        run_forever(host, port, ready=ready)
+    except PortInUse as error:
+        raise ScenarioError(str(error)) from None
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="faults, properties or specimens.", show_default=False)],
+    as_json: JsonFlag = False,
+) -> None:
+    """List what scenarios can plan, what is judged, and which known bugs the harness must catch."""
+    columns, rows = _listing(what)
+    if as_json:
+        _print_json([dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    out.print(table)
+
+
+def _listing(what: str) -> tuple[list[str], list[list[str]]]:
+    if what == "faults":
+        from .simulator.faults import REGISTRY, summary
+
+        return ["fault", "family", "what it does"], [[k, c.family, summary(k)] for k, c in REGISTRY.items()]
+    if what == "properties":
+        from .conformance.properties import PROPERTIES
+
+        return ["property", "what it says"], [[n, _first_sentence(f.__doc__)] for n, f in PROPERTIES.items()]
+    if what == "specimens":
+        from .conformance.specimens import SPECIMENS
+
+        columns = ["id", "bug", "family", "reported by", "title"]
+        return columns, [[s.id, s.slug, s.family, ", ".join(s.properties), s.title] for s in SPECIMENS.values()]
+    raise ScenarioError(f"cannot list {what!r}; list faults, properties or specimens")
+
+
+def _first_sentence(doc: str | None) -> str:
+    text = " ".join((doc or "").strip().split())
+    return text.split(". ")[0].rstrip(".") + "."
+
+
+# ------------------------------------------------------------------------------------------------------- running
+def _known_engine(name: str) -> None:
+    if name != "processes":
+        raise ScenarioError(f"unknown engine {name!r}; known engines: processes")
+
+
+@contextmanager
+def _engine(name: str, keep: Path | None = None) -> Iterator[Any]:
+    _known_engine(name)
+    from .simulator.processes.engine import ProcessEngine
+
+    with ProcessEngine(keep=keep) as engine:
+        yield engine
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as progress:
+        yield progress
+
+
+def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool) -> list[Report]:
+    """Run in order. Every setting of a run is printed before its first step when there is only one."""
+    reports = []
+    if len(work) == 1 and not quiet:
+        scenario, target = work[0]
+        out.print(Text(f"scenario {scenario.name!r}, seed {scenario.seed}, target {target}"))
+        out.print(Text(json.dumps(json.loads(scenario.to_json()), ensure_ascii=False), "dim"))
+    with _progress(quiet) as progress:
+        bar = progress.add_task("starting", total=len(work))
+        engine.warm_up()
+        for scenario, target in work:
+            progress.update(bar, description=scenario.name)
+            reports.append(check(engine, scenario, target))
+            progress.advance(bar)
+    return reports
+
+
+def _with_data(scenario: Scenario, data: Path | None) -> Scenario:
+    if data is None:
+        return scenario
+    workload = msgspec.structs.replace(scenario.workload, data=str(data))
+    return msgspec.structs.replace(scenario, workload=workload)
+
+
+def _finish(command: str, reports: list[Report], failures: Path, as_json: bool) -> None:
+    verdict = worst([r.verdict for r in reports])
+    broken = [(r, save_failure(r, failures)) for r in reports if r.verdict is Verdict.BROKEN]
+    if as_json:
+        runs = [_report_json(r) for r in reports]
+        _print_json(
+            {"command": command, "verdict": verdict.value, "runs": runs, "failures": [str(p) for _, p in broken]}
+        )
+    else:
+        _print_table(reports)
+        for report, path in broken:
+            _print_failure(report, path)
+        for report in reports:
+            if report.verdict is Verdict.NOT_EXERCISED:
+                out.print(Text(f"{report.history.scenario.name}: not exercised: {report.reason}", "yellow"))
+    raise typer.Exit(verdict.exit_code)
+
+
+# ------------------------------------------------------------------------------------------------------ printing
+def _outcome(report: Report) -> str:
+    history = report.history
+    if history.succeeded:
+        return "succeeded"
+    return "failed: " + ", ".join(f"rank {o.rank} {o.status}" for o in history.outcomes if o.status != "ok")
+
+
+def _print_table(reports: list[Report]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column, justify in (
+        ("scenario", "left"),
+        ("ranks", "right"),
+        ("faults", "left"),
+        ("expected", "left"),
+        ("outcome", "left"),
+        ("rows", "right"),
+        ("verdict", "left"),
+        ("time", "right"),
+    ):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for report in reports:
+        history = report.history
+        scenario = history.scenario
+        table.add_row(
+            Text(scenario.name),
+            str(scenario.world_size),
+            Text(", ".join(f.kind for f in scenario.faults) or "-"),
+            scenario.expect,
+            Text(_outcome(report)),
+            str(report.rows_compared or "-"),
+            Text(report.verdict.value, COLOURS[report.verdict]),
+            f"{history.wall_s:.2f} s",
+        )
+    out.print(table)
+
+
+def _print_failure(report: Report, path: Path) -> None:
+    from .conformance.explain import explain
+
+    history = report.history
+    scenario = history.scenario
+    out.print()
+    out.print(Text(f"BROKEN: {scenario.name}, seed {scenario.seed}, target {history.target}", "bold red"))
+    for index, fault in enumerate(scenario.faults):
+        out.print(Text(f"  fault {index}: {fault.describe()}, fired {history.fired[index]} times"))
+    for finding in report.findings:
+        if finding.violations:
+            more = finding.total - len(finding.violations)
+            out.print(Text(f"{finding.property}: {finding.total} violations", "red"))
+            for violation in finding.violations[:2]:
+                for line in explain(violation, history):
+                    out.print(Text("  " + line), soft_wrap=True)
+            if more + len(finding.violations[2:]) > 0:
+                out.print(Text(f"  ... and {finding.total - min(2, len(finding.violations))} more"))
+    out.print(Text(f"seed {scenario.seed}; repeat with:\n  deltaproof replay {path}"), soft_wrap=True)
+
+
+def _report_json(report: Report) -> dict[str, Any]:
+    history = report.history
+    return {
+        "scenario": json.loads(history.scenario.to_json()),
+        "target": history.target,
+        "engine": history.engine,
+        "verdict": report.verdict.value,
+        "reason": report.reason,
+        "expected": history.scenario.expect,
+        "outcome": _outcome(report),
+        "rows_compared": report.rows_compared,
+        "faults": [
+            {"fault": f.describe(), "fired": n} for f, n in zip(history.scenario.faults, history.fired, strict=True)
+        ],
+        "ranks": [
+            {"rank": o.rank, "status": o.status, "exitcode": o.exitcode, "error": o.error} for o in history.outcomes
+        ],
+        "properties": [
+            {
+                "property": f.property,
+                "verdict": f.verdict.value,
+                "checked": f.checked,
+                "unit": f.unit,
+                "reason": f.reason,
+                "violations_total": f.total,
+                "violations": [_violation_json(v) for v in f.violations],
+            }
+            for f in report.findings
+        ],
+        "wall_s": round(history.wall_s, 3),
+    }
+
+
+def _violation_json(violation: Any) -> dict[str, Any]:
+    plain = dict(vars(violation))
+    plain["events"] = [msgspec.to_builtins(e) for e in violation.events]
+    return plain
+
+
+def _print_json(value: Any) -> None:
+    def plain(item: Any) -> Any:
+        return item.tolist() if hasattr(item, "tolist") else str(item)
+
+    print(json.dumps(value, indent=2, default=plain))
+
+
+# ----------------------------------------------------------------------------------------------------------- main
+def main(argv: list[str] | None = None) -> None:
+    """Console entry point. Bad input gives one line and exit code 2; a fault of the kit itself gives 4."""
+    # A supervisor that is asked to end must end its ranks first: SIGTERM and SIGHUP take Ctrl-C's way out.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    sys.exit(_guarded(lambda: app(argv, standalone_mode=False)))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _guarded(body: Callable[[], Any]) -> int:
+    try:
+        code = body()
+        return code if isinstance(code, int) else 0
+    except ScenarioError as error:
+        print(f"deltaproof: {error}", file=sys.stderr)
+        return 2
+    except typer.Exit as error:
+        return int(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("deltaproof: interrupted; ranks, store and temporary files are gone", file=sys.stderr)
+        return 130
+    except KitError as error:
+        print(f"deltaproof: the kit itself failed, nothing is known about the target: {error}", file=sys.stderr)
+        return 4
+    except BrokenPipeError:
+        return 141
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's usage errors
+            print(f"deltaproof: {error.format_message()} (see deltaproof --help)", file=sys.stderr)
+            return 2
+        traceback.print_exc()
+        print("deltaproof: the kit itself failed (please report the lines above)", file=sys.stderr)
+        return 4
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""What was observed in one run: events of every rank, of the store and of the supervisor, and the ground-truth ledger.
+
+The ledger is kept by the simulator from the model's own weights, step by step, and never from the target's tracker.
+A history is written while the run goes on, one file per rank, each record flushed as it happens, so that a rank killed
+by SIGKILL leaves everything up to its last record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from .scenario import Scenario, Table
+
+#: One row of a ledger file. ``what``: 0 initial value, 1 value after the step changed it, 2 looked up by this rank's
+#: own training batch (no embedding). ``table`` indexes ``scenario.tables``; ``step`` is the lockstep step, 0 for
+#: initial values.
+LEDGER_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("what", pa.int8()),
+        ("table", pa.int32()),
+        ("key_id", pa.int64()),
+        ("embedding", pa.list_(pa.float32())),
+    ]
+)
+INITIAL, CHANGED, LOOKED_UP = 0, 1, 2
+
+#: Accepted rows of the store, in arrival order: the log that the fake keeps (fakes/store.py).
+WRITES_SCHEMA = pa.schema(
+    [
+        ("arrival", pa.int64()),
+        ("t_ms", pa.float64()),
+        ("version", pa.string()),
+        ("pk", pa.string()),
+        ("sk", pa.int64()),
+        ("ts", pa.int64()),
+        ("embedding", pa.list_(pa.float32())),
+        ("client", pa.string()),
+        ("request_id", pa.string()),
+    ]
+)
+
+#: What a reader of the store sees after the run.
+FINAL_SCHEMA = pa.schema(
+    [("pk", pa.string()), ("sk", pa.int64()), ("embedding", pa.list_(pa.float32())), ("ts", pa.int64())]
+)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened. ``t_ms``: milliseconds on the host's monotonic clock, comparable between processes of a
+    host.
+
+    ``who`` is ``rank3``, ``store`` or ``supervisor``. Kinds written by a rank: ``rank-start``, ``model-ready``,
+    ``publisher-started``, ``step``, ``published``, ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``fault``,
+    ``error``, ``rank-end``. By the supervisor: ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store:
+    ``request``, ``fault``.
+    """
+
+    t_ms: float
+    who: str
+    kind: str
+    rank: int | None = None
+    step: int | None = None
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def line(self, start_ms: float = 0.0) -> str:
+        """One line for a timeline: milliseconds since ``start_ms``, who, what."""
+        where = "" if self.step is None else f" step {self.step}"
+        details = " ".join(f"{k}={_short(v)}" for k, v in self.data.items())
+        return f"{self.t_ms - start_ms:10.1f} ms  {self.who:<10} {self.kind}{where}  {details}".rstrip()
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+class EventWriter:
+    """Appends events of one rank to a JSON-lines file, each flushed to the kernel before the call returns;
+    thread-safe."""
+
+    def __init__(self, path: Path, who: str, rank: int | None) -> None:
+        self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  (open as long as the rank lives)
+        self._who, self._rank = who, rank
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+        self._lock = threading.Lock()
+
+    def write(self, kind: str, *, step: int | None = None, **data: Any) -> None:
+        event = Event(t_ms=time.monotonic() * 1000, who=self._who, kind=kind, rank=self._rank, step=step, data=data)
+        with self._lock:
+            self._file.write(self._encoder.encode(event) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """All whole events of a file; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    decoder = msgspec.json.Decoder(Event)
+    *lines, last = path.read_bytes().split(b"\n")
+    events = [decoder.decode(line) for line in lines]
+    with contextlib.suppress(msgspec.MsgspecError):
+        events.append(decoder.decode(last))
+    return events
+
+
+class LedgerWriter:
+    """Appends ledger batches of one rank to an Arrow IPC stream, each flushed to the kernel as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._writer = pa.ipc.new_stream(self._file, LEDGER_SCHEMA)
+
+    def write(self, step: int, entries: Iterable[tuple[int, int, np.ndarray, np.ndarray | None]]) -> None:
+        """``entries``: (what, table index, int64 keys (n,), float32 rows (n, dim) or None), all of one step."""
+        for what, table, keys, rows in entries:
+            n = len(keys)
+            if n == 0:
+                continue
+            if rows is None:
+                embedding = pa.nulls(n, LEDGER_SCHEMA.field("embedding").type)
+            else:
+                offsets = pa.array(np.arange(n + 1, dtype=np.int32) * rows.shape[1])
+                embedding = pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(rows).ravel()))
+            columns = [np.full(n, step, np.int64), np.full(n, what, np.int8), np.full(n, table, np.int32), keys]
+            self._writer.write_batch(pa.record_batch([*map(pa.array, columns), embedding], schema=LEDGER_SCHEMA))
+
+    def close(self) -> None:
+        self._writer.close()
+        self._file.close()
+
+
+def read_ledger(path: Path) -> list[pa.RecordBatch]:
+    """All whole batches of a ledger file; one cut short by a kill is left out. An absent file gives none."""
+    batches: list[pa.RecordBatch] = []
+    if path.exists():
+        with (
+            contextlib.suppress(pa.ArrowInvalid, OSError, StopIteration),
+            pa.ipc.open_stream(path.read_bytes()) as reader,
+        ):
+            while True:
+                batches.append(reader.read_next_batch())
+    return batches
+
+
+@dataclass
+class LedgerTable:
+    """Ground truth of one table. ``rows``, ``dim`` from the scenario; values are float32, compared bit by bit.
+
+    ``initial`` (rows, dim); ``steps`` (m,), ``keys`` (m,), ``values`` (m, dim): each change, in step order, once;
+    ``lookup_steps``, ``lookup_ranks``, ``lookup_keys`` (n,): each training lookup; ``host`` (rows,): hosting rank, -1
+    every.
+    """
+
+    table: Table
+    embedding_name: str
+    initial: np.ndarray
+    steps: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    lookup_steps: np.ndarray
+    lookup_ranks: np.ndarray
+    lookup_keys: np.ndarray
+    host: np.ndarray
+
+    @cached_property
+    def final(self) -> np.ndarray:
+        """float32 (rows, dim): what the model held last, as far as the ledger was written."""
+        final = self.initial.copy()
+        final[self.keys] = self.values  # the last of equal keys wins, and changes are in step order
+        return final
+
+    @cached_property
+    def _changes_by_key(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.keys, kind="stable")
+        return order, self.keys[order]
+
+    def versions(self, key: int) -> list[tuple[int, bytes]]:
+        """(step, bytes of the float32 row) for every value this key ever held, the initial one at step 0 first."""
+        order, keys = self._changes_by_key
+        lo, hi = np.searchsorted(keys, [key, key + 1])
+        return [(0, self.initial[key].tobytes())] + [
+            (int(self.steps[i]), self.values[i].tobytes()) for i in order[lo:hi]
+        ]
+
+    @cached_property
+    def last_lookup(self) -> dict[int, int]:
+        """key -> last step at which any rank looked it up in training."""
+        order = np.argsort(self.lookup_steps, kind="stable")
+        return dict(zip(self.lookup_keys[order].tolist(), self.lookup_steps[order].tolist(), strict=True))
+
+    def responsible(self, rank: int) -> np.ndarray:
+        """int64 sorted keys that ``rank`` had to publish: touched rows it hosts; of a replicated table, those it
+        looked up."""
+        if self.table.sharding == "data_parallel":
+            return np.unique(self.lookup_keys[self.lookup_ranks == rank])
+        touched = np.unique(self.lookup_keys)
+        return touched[self.host[touched] == rank]
+
+
+@dataclass
+class RankOutcome:
+    """How one rank ended. ``status``: ``ok``, ``error`` (it raised), ``killed`` (a signal the supervisor did not send),
+    ``ended`` (by the supervisor after a peer failed), ``deadline`` (by the supervisor, which had waited too long),
+    ``vanished`` (it exited without an error and without finishing). ``error`` is what it said, ``where`` the call of
+    the target that raised it (``start``, ``after_step``, ``paused``, ``finish``, ``close``), or ``train`` for the
+    loop's own."""
+
+    rank: int
+    status: str
+    exitcode: int | None = None
+    error: str = ""
+    where: str = ""
+    unacknowledged: tuple[int, ...] = ()
+
+
+@dataclass
+class History:
+    """Everything observed in one run. ``writes``: WRITES_SCHEMA; ``final``: FINAL_SCHEMA; ``fired``: firings per fault
+    index."""
+
+    scenario: Scenario
+    target: str
+    engine: str
+    events: list[Event]
+    outcomes: list[RankOutcome]
+    tables: dict[str, LedgerTable]
+    manifest: dict[str, str]
+    writes: pa.Table
+    final: pa.Table
+    fired: list[int]
+    wall_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    stacks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def succeeded(self) -> bool:
+        """The job as its launcher sees it: every rank ended by itself, without an error."""
+        return bool(self.outcomes) and all(o.status == "ok" for o in self.outcomes)
+
+    def of(self, who: str, *kinds: str) -> Iterator[Event]:
+        """Events of one source in time order, of the given kinds (all kinds when none is given)."""
+        return (e for e in self.events if e.who == who and (not kinds or e.kind in kinds))
+
+    @property
+    def start_ms(self) -> float:
+        return self.events[0].t_ms if self.events else 0.0
+
+    @cached_property
+    def by_name(self) -> dict[str, LedgerTable]:
+        """embedding_name -> table."""
+        return {t.embedding_name: t for t in self.tables.values()}
+
+
+def build_tables(
+    scenario: Scenario, manifest: dict[str, str], ledgers: Sequence[Sequence[pa.RecordBatch]]
+) -> dict[str, LedgerTable]:
+    """Merge the ranks' ledgers (index = rank). Raises ValueError when replicas of one row disagree at one step."""
+    parts: dict[tuple[int, int], list[tuple[int, pa.RecordBatch]]] = {}
+    for rank, batches in enumerate(ledgers):
+        for batch in batches:
+            parts.setdefault((batch["table"][0].as_py(), batch["what"][0].as_py()), []).append((rank, batch))
+
+    def columns(index: int, what: int, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        found = parts.get((index, what), [])
+        ranks = [np.full(b.num_rows, rank, np.int32) for rank, b in found]
+        steps = [b["step"].to_numpy() for _, b in found]
+        keys = [b["key_id"].to_numpy() for _, b in found]
+        values = [b["embedding"].flatten().to_numpy().reshape(-1, dim) for _, b in found if what != LOOKED_UP]
+        return (
+            np.concatenate(ranks or [np.empty(0, np.int32)]),
+            np.concatenate(steps or [np.empty(0, np.int64)]),
+            np.concatenate(keys or [np.empty(0, np.int64)]),
+            np.concatenate(values or [np.empty((0, dim), np.float32)]),
+        )
+
+    tables: dict[str, LedgerTable] = {}
+    for index, table in enumerate(scenario.tables):
+        ranks, _, keys, values = columns(index, INITIAL, table.dim)
+        initial = np.full((table.rows, table.dim), np.nan, np.float32)
+        initial[keys] = values
+        host = np.full(table.rows, -1, np.int32)
+        if table.sharding != "data_parallel":
+            host[keys] = ranks
+        _, steps, keys, values = columns(index, CHANGED, table.dim)
+        order = np.lexsort((keys, steps))
+        steps, keys, values = steps[order], keys[order], values[order]
+        if table.sharding == "data_parallel" and len(keys):
+            twin = (np.diff(keys) == 0) & (np.diff(steps) == 0)
+            if (values[1:][twin].view(np.uint32) != values[:-1][twin].view(np.uint32)).any():
+                raise ValueError(f"replicas of data-parallel table {table.fqn} hold different values after one step")
+            keep = np.concatenate([[True], ~twin])
+            steps, keys, values = steps[keep], keys[keep], values[keep]
+        lookup_ranks, lookup_steps, lookup_keys, _ = columns(index, LOOKED_UP, table.dim)
+        tables[table.fqn] = LedgerTable(
+            table=table,
+            embedding_name=manifest[table.fqn],
+            initial=initial,
+            steps=steps,
+            keys=keys,
+            values=values,
+            lookup_steps=lookup_steps,
+            lookup_ranks=lookup_ranks,
+            lookup_keys=lookup_keys,
+            host=host,
+        )
+    return tables

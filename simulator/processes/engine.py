@@ -1,0 +1,438 @@
+"""The process engine: real ranks, a real process group, real HTTP, and a supervisor that never waits without a
+deadline.
+
+One engine keeps a forkserver (torch and torchrec imported once) and a fake store in a process of its own, and runs one
+scenario after another. Supervision has torchrun's semantics: when one rank fails, its peers get a grace period to end
+by themselves and are then ended. No code path waits for a process or a socket without a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Sequence
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+import pyarrow as pa
+import urllib3
+
+from ...fakes.feature_store_py import FeatureStoreClient
+from ...reference.contract import TableRef, embedding_names
+from ..errors import KitError, ScenarioError
+from ..faults import Fault
+from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event, History, RankOutcome, build_tables, read_events, read_ledger
+from ..scenario import Scenario
+from ..target import PROJECT
+from ..workload import Workload
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+PRELOAD = "deltaproof.simulator.processes.preload"
+
+
+def require_torch() -> None:
+    """Raises ScenarioError (bad environment) when torch or torchrec is not installed, naming the extra that brings
+    them."""
+    import importlib.util
+
+    for module in ("torch", "torchrec"):
+        if importlib.util.find_spec(module) is None:
+            raise ScenarioError(
+                f"the process engine needs {module}, which is not installed; install the extra: pip install 'deltaproof[torch]'"
+            )
+
+
+class ProcessEngine:
+    """Runs scenarios on real processes. A context manager; ``close`` leaves no process, port or folder behind.
+
+    ``start_method``: ``forkserver`` (ranks fork from a process that has torch imported) or ``spawn`` (a fresh
+    interpreter per rank, for comparison). ``keep``: a folder in which each run's files are kept, else they are removed
+    with the run.
+    """
+
+    def __init__(
+        self, *, start_method: Literal["forkserver", "spawn"] = "forkserver", keep: Path | None = None
+    ) -> None:
+        require_torch()
+        self._context: BaseContext = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload([PRELOAD])
+        self._keep = keep
+        self._folder = Path(tempfile.mkdtemp(prefix="deltaproof-"))
+        self._runs = 0
+        self._ranks: list[BaseProcess] = []
+        self._store: _StoreProcess | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process this engine started and remove its folder. Safe to call twice and after an interrupt."""
+        _end(self._ranks)
+        self._ranks = []
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def warm_up(self) -> None:
+        """Start the forkserver and the store now, so that the first run does not pay for it."""
+        self._ready_store()
+
+    def _ready_store(self) -> _StoreProcess:
+        if self._store is not None and not self._store.alive:
+            self._store.close()
+            self._store = None
+        if self._store is None:
+            self._store = _StoreProcess(self._context)
+        return self._store
+
+    def run(self, scenario: Scenario, target: str = "reference") -> History:
+        """Run one scenario to its end. Raises ScenarioError for bad input and KitError when the harness itself
+        fails."""
+        scenario.checked()
+        Workload(scenario)  # reads the Parquet file, so that a bad one is refused before any process starts
+        manifest = embedding_names(
+            [TableRef(owner=t.owner, collection=t.collection, table=t.name) for t in scenario.tables],
+            naming=scenario.publisher.naming,
+        )
+        store = self._ready_store()
+        store.reset(scenario)
+        self._runs += 1
+        folder = self._folder / f"run{self._runs}"
+        folder.mkdir()
+        started = time.monotonic()
+        supervisor = Supervisor(scenario, target, store.endpoint, folder, self._context)
+        self._ranks = supervisor.ranks
+        try:
+            supervisor.start()
+            supervisor.wait()
+        finally:
+            _end(self._ranks)
+            self._ranks = []
+        wall_s = time.monotonic() - started
+        history = self._collect(scenario, target, manifest, store, supervisor, folder)
+        history.wall_s = wall_s
+        if self._keep is not None:
+            shutil.copytree(folder, self._keep / f"run{self._runs}-{scenario.name}", dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        return history
+
+    def _collect(
+        self,
+        scenario: Scenario,
+        target: str,
+        manifest: dict[str, str],
+        store: _StoreProcess,
+        supervisor: Supervisor,
+        folder: Path,
+    ) -> History:
+        events = list(supervisor.events)
+        for rank in range(scenario.world_size):
+            events += read_events(folder / f"rank{rank}.events.jsonl")
+        fired = [0] * len(scenario.faults)
+        for event in events:
+            if event.kind == "fault":
+                fired[event.data["index"]] += 1
+        final, writes, requests, store_fired = store.observed([f.kind for f in scenario.faults])
+        fired = [mine + theirs for mine, theirs in zip(fired, store_fired, strict=True)]
+        events += requests
+        events.sort(key=lambda e: e.t_ms)
+        outcomes = supervisor.outcomes(events)
+        unusable = [o for o in outcomes if o.status in ("vanished",) and not any(True for _ in _of(events, o.rank))]
+        if unusable:
+            rank = unusable[0].rank
+            raise KitError(
+                f"rank {rank} ended before it could start (exit code {unusable[0].exitcode}): {_tail(folder, rank)}"
+            )
+        try:
+            tables = build_tables(
+                scenario, manifest, [read_ledger(folder / f"rank{r}.ledger.arrows") for r in range(scenario.world_size)]
+            )
+        except ValueError as error:
+            raise KitError(f"the ledger of {scenario.name!r} contradicts itself: {error}") from error
+        return History(
+            scenario=scenario,
+            target=target,
+            engine="processes",
+            events=events,
+            outcomes=outcomes,
+            tables=tables,
+            manifest=manifest,
+            writes=writes,
+            final=final,
+            fired=fired,
+            stacks=supervisor.stacks,
+        )
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Hide ``__main__`` from multiprocessing while processes start.
+
+    A child imports its parent's main module anew: a console script, pytest or a user's notebook, once per rank. Nothing
+    that runs in a child comes from there, and a script without an ``if __name__`` guard would start itself again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _of(events: list[Event], rank: int) -> list[Event]:
+    return [e for e in events if e.who == f"rank{rank}"]
+
+
+class Supervisor:
+    """Starts the ranks of one run, watches them, and ends those that outstay a deadline."""
+
+    def __init__(self, scenario: Scenario, target: str, endpoint: str, folder: Path, context: BaseContext) -> None:
+        from . import rank as rank_module
+
+        self.scenario, self.folder = scenario, folder
+        self.events: list[Event] = []
+        self.stacks: dict[int, str] = {}
+        self._ended: dict[int, str] = {}
+        text = scenario.to_json()
+        self.ranks: list[BaseProcess] = [
+            context.Process(  # type: ignore[attr-defined]
+                target=rank_module.main,
+                args=(rank_module.RankSpec(text, rank, target, endpoint, str(folder)),),
+                name=f"deltaproof-rank{rank}",
+            )
+            for rank in range(scenario.world_size)
+        ]
+
+    def start(self) -> None:
+        with _no_main():
+            for process in self.ranks:
+                process.start()
+
+    def wait(self) -> None:
+        """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the
+        grace."""
+        deadlines = self.scenario.deadlines
+        limit = time.monotonic() + deadlines.run_s
+        failed = False
+        waiting = {p.sentinel: rank for rank, p in enumerate(self.ranks)}
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, limit - time.monotonic()))
+            for sentinel in ready:
+                rank = waiting.pop(sentinel)  # type: ignore[index]
+                process = self.ranks[rank]
+                process.join()
+                self._note("rank-exit", rank, exitcode=process.exitcode)
+                if process.exitcode != 0 and not failed:
+                    failed = True
+                    limit = min(limit, time.monotonic() + deadlines.grace_s)
+            if not ready:
+                self._end_rest(sorted(waiting.values()), "ended" if failed else "deadline")
+                return
+
+    def _end_rest(self, ranks: list[int], why: str) -> None:
+        # A rank that raised but lives on has a deadline of its own: it hangs, whatever its peers do.
+        for rank in ranks:
+            raised = any(e.kind == "error" for e in read_events(self.folder / f"rank{rank}.events.jsonl"))
+            self._ended[rank] = "deadline" if raised else why
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.ranks[rank].pid or -1, signal.SIGUSR1)
+        self._await_stacks(ranks)
+        for rank in ranks:
+            self._note("rank-ended-by-supervisor", rank, why=self._ended[rank])
+        _end([self.ranks[rank] for rank in ranks])
+        for rank in ranks:
+            self.stacks[rank] = (self.folder / f"rank{rank}.stacks").read_text(errors="replace")
+
+    def _await_stacks(self, ranks: list[int]) -> None:
+        """Give the ranks up to a second to print their stacks; faulthandler writes them from the signal handler."""
+        limit = time.monotonic() + 1.0
+        paths = [self.folder / f"rank{rank}.stacks" for rank in ranks]
+        while time.monotonic() < limit and not all(p.exists() and p.stat().st_size for p in paths):
+            multiprocessing.connection.wait([self.ranks[r].sentinel for r in ranks], timeout=0.02)
+
+    def _note(self, kind: str, rank: int, **data: Any) -> None:
+        self.events.append(Event(t_ms=time.monotonic() * 1000, who="supervisor", kind=kind, rank=rank, data=data))
+
+    def outcomes(self, events: list[Event]) -> list[RankOutcome]:
+        """How each rank ended, from its exit code and from what it wrote before."""
+        result = []
+        for rank, process in enumerate(self.ranks):
+            code = process.exitcode
+            mine = _of(events, rank)
+            error = next((e for e in mine if e.kind == "error"), None)
+            if rank in self._ended:
+                status = self._ended[rank]
+            elif code is not None and code < 0:
+                status = "killed"
+            elif error is not None and code:
+                status = "error"
+            elif code == 0 and any(e.kind == "rank-end" for e in mine):
+                status = "ok"
+            else:
+                status = "vanished"
+            text = "" if error is None else f"{error.data['type']}: {error.data['message']}"
+            if status == "vanished":
+                text = text or _tail(self.folder, rank)
+            steps = () if error is None else tuple(error.data.get("unacknowledged", ()))
+            where = "" if error is None else error.data.get("where", "")
+            result.append(RankOutcome(rank, status, code, text, where, steps))
+        return result
+
+
+def _tail(folder: Path, rank: int) -> str:
+    path = folder / f"rank{rank}.log"
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else "it printed nothing"
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """SIGKILL and reap; a process that was never started is skipped."""
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join(10)
+
+
+class _StoreProcess:
+    """The fake Feature Store in a process of its own, driven over its admin routes; every call has a time-out."""
+
+    def __init__(self, context: BaseContext) -> None:
+        from ...fakes.server import process_main
+
+        self._pipe, child = context.Pipe()
+        self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=process_main, args=(child,), name="deltaproof-store", daemon=True
+        )
+        with _no_main():
+            self._process.start()
+        child.close()
+        if not self._pipe.poll(120):
+            self.close()
+            raise KitError("the fake store did not start within 120 s")
+        try:
+            self.port: int = self._pipe.recv()
+        except EOFError:
+            self.close()
+            raise KitError(f"the fake store ended while starting (exit code {self._process.exitcode})") from None
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self._http = urllib3.PoolManager(timeout=urllib3.Timeout(total=60), retries=False)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        _end([self._process])
+
+    def _request(self, method: str, path: str, body: Any = None) -> urllib3.BaseHTTPResponse:
+        try:
+            return self._http.request(method, f"http://{self.endpoint}/_admin/{path}", json=body)
+        except urllib3.exceptions.HTTPError as error:
+            raise KitError(f"the fake store does not answer {method} /_admin/{path}: {error}") from error
+
+    def _admin(self, method: str, path: str, body: Any = None) -> bytes:
+        reply = self._request(method, path, body)
+        if reply.status != 200:
+            raise KitError(f"the fake store answers {method} /_admin/{path} with {reply.status}: {reply.data[:500]!r}")
+        return reply.data
+
+    def reset(self, scenario: Scenario) -> None:
+        """Empty the store and plan the scenario's store faults; a fault's id is its index in the scenario."""
+        self._admin("POST", "reset", {"projects": [PROJECT]})
+        planned = [_store_fault(i, f) for i, f in enumerate(scenario.faults) if f.strikes == "store"]
+        self._admin("PUT", "faults", planned)
+
+    def observed(self, kinds: Sequence[str]) -> tuple[pa.Table, pa.Table, list[Event], list[int]]:
+        """(final content, accepted writes, request events, firings by fault index). ``kinds``: of the scenario's faults."""
+        # The content is read before the log: whatever a dead rank's last request still adds is in the log then, too.
+        final = self._content()
+        writes = self._log()
+        fired = [0] * len(kinds)
+        for entry in msgspec.json.decode(self._admin("GET", "faults"))["Faults"]:
+            fired[int(entry["fault"]["id"])] = entry["fired"]
+        events = []
+        for request in msgspec.json.decode(self._admin("GET", "requests"))["Requests"]:
+            if request["route"].startswith("admin"):
+                continue
+            client = str(request["client"])
+            rank = int(client[4:]) if client.startswith("rank") and client[4:].isdigit() else None
+            data = {k: v for k, v in request.items() if k in _REQUEST_FIELDS and v not in (None, "", [], 0)}
+            events.append(Event(t_ms=request["t_ms"], who="store", kind="request", rank=rank, data=data))
+            for index in map(int, request["fault_ids"]):
+                struck = {"index": index, "kind": kinds[index], "client": client}
+                events.append(Event(t_ms=request["t_ms"], who="store", kind="fault", rank=rank, data=struck))
+        return final, writes, events, fired
+
+    def _content(self) -> pa.Table:
+        """What a reader sees, by the read path that serving uses. Empty when no view was ever made."""
+        client = FeatureStoreClient(
+            access_key_id="deltaproof",
+            access_key_secret="deltaproof",
+            region="local",
+            endpoint=self.endpoint,
+            featuredb_username="reader",
+            featuredb_password="deltaproof",
+        )
+        try:
+            project = client.get_project(PROJECT)
+            view = None if project is None else project.get_dynamic_embedding_feature_view(VIEW)
+            return FINAL_SCHEMA.empty_table() if view is None else view.scan(VERSION).select(FINAL_SCHEMA.names)
+        except Exception as error:
+            raise KitError(f"cannot read the fake store back: {type(error).__name__}: {error}") from error
+
+    def _log(self) -> pa.Table:
+        reply = self._request("GET", f"log?project={PROJECT}&view={VIEW}")
+        if reply.status == 404:
+            return WRITES_SCHEMA.empty_table()
+        if reply.status != 200:
+            raise KitError(f"the fake store's log cannot be read: {reply.status} {reply.data[:500]!r}")
+        with pa.ipc.open_stream(reply.data) as reader:
+            return reader.read_all().select(WRITES_SCHEMA.names)
+
+
+#: What of the store's request log goes into the history.
+_REQUEST_FIELDS = {"route", "client", "rows", "rows_applied", "version", "ts", "status", "code", "fate"}
+
+
+def _store_fault(index: int, fault: Fault) -> dict[str, Any]:
+    """The fake server's own description (fakes/server/faults.py) of a scenario's store fault."""
+    if not isinstance(fault, StoreError | StoreReset | StoreSlow | StorePartial):
+        raise KitError(f"no way to plan {fault.kind} in the store")
+    rank = fault.rank
+    common = {
+        "id": str(index),
+        "route": fault.route,
+        "client": None if rank is None else f"rank{rank}",
+        "skip": fault.skip,
+        "count": fault.count,
+    }
+    if isinstance(fault, StoreSlow):
+        return {"kind": "delay", "delay_ms": fault.delay_ms, **common}
+    if isinstance(fault, StorePartial):
+        return {"kind": "partial", "rows_failed": fault.rows_failed, **common}
+    when = "after-commit" if fault.commit else "before-commit"
+    if isinstance(fault, StoreReset):
+        return {"kind": "reset", "when": when, **common}
+    return {"kind": "status", "code": fault.status, "retry_after_s": fault.retry_after_s, "when": when, **common}

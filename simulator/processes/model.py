@@ -1,0 +1,181 @@
+"""A small TorchRec model made from a scenario, sharded over real ranks, with its weights in view of the ledger."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import torchrec
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from ..history import CHANGED, INITIAL, LOOKED_UP, LedgerWriter
+from ..scenario import Scenario, Table
+from ..workload import Bags, Workload, initial_rows, looked_up
+
+LEARNING_RATE = 0.1
+
+
+class TowerModel(nn.Module):
+    """Holds every owner of the scenario at its module path; forward gives the concatenated embeddings of all of
+    them."""
+
+    def __init__(self, scenario: Scenario, device: torch.device) -> None:
+        super().__init__()
+        self._pooled = {t.owner: t.collection == "ebc" for t in scenario.tables}
+        self.owners = list(self._pooled)
+        for owner in self.owners:
+            tables = [t for t in scenario.tables if t.owner == owner]
+            *path, leaf = owner.split(".")
+            parent: nn.Module = self
+            for part in path:
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = getattr(parent, part)
+            parent.add_module(leaf, _collection(tables, device))
+
+    def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
+        parts: list[torch.Tensor] = []
+        for owner in self.owners:
+            values = self.get_submodule(owner)(features).values()
+            # An EBC gives one KeyedTensor, an EC a dict of JaggedTensors, and both only once awaited.
+            found = [values] if self._pooled[owner] else [jagged.values() for jagged in values]
+            parts += [v.reshape(-1) for v in found]
+        return torch.cat(parts)
+
+
+def _collection(tables: list[Table], device: torch.device) -> nn.Module:
+    if tables[0].collection == "ebc":
+        bags = [
+            torchrec.EmbeddingBagConfig(
+                name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=list(t.feature_names)
+            )
+            for t in tables
+        ]
+        return torchrec.EmbeddingBagCollection(tables=bags, device=device)
+    rows = [
+        torchrec.EmbeddingConfig(
+            name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=list(t.feature_names)
+        )
+        for t in tables
+    ]
+    return torchrec.EmbeddingCollection(tables=rows, device=device)
+
+
+def _sharding(table: Table) -> Any:
+    if table.sharding == "row_wise":
+        return row_wise(compute_kernel="fused")
+    if table.sharding == "table_wise":
+        return table_wise(rank=table.rank, compute_kernel="fused")
+    return data_parallel()
+
+
+class Trainer:
+    """Model, optimizer and ledger of one rank. ``step`` trains one batch and writes what it changed."""
+
+    def __init__(self, scenario: Scenario, rank: int, ledger: LedgerWriter, device: torch.device) -> None:
+        self.scenario, self.rank, self.ledger, self.device = scenario, rank, ledger, device
+        self.workload = Workload(scenario)
+        # TorchRec warns about every data-parallel table and about owners it is about to shard; neither is news here.
+        logging.getLogger("torchrec").setLevel(logging.ERROR)
+        model = TowerModel(scenario, device)
+        replicated = {t.fqn for t in scenario.tables if t.sharding == "data_parallel"}
+        fused = [p for n, p in model.named_parameters() if n.removesuffix(".weight") not in replicated]
+        if fused:
+            apply_optimizer_in_backward(torch.optim.SGD, fused, {"lr": LEARNING_RATE})
+        sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+        plan = {}
+        for owner in model.owners:
+            tables = [t for t in scenario.tables if t.owner == owner]
+            plan[owner] = construct_module_sharding_plan(
+                model.get_submodule(owner),
+                {t.name: _sharding(t) for t in tables},
+                sharder=sharders[0 if tables[0].collection == "ebc" else 1],
+                local_size=1,
+                world_size=scenario.world_size,
+                device_type=device.type,
+            )
+        env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
+        self.model = DistributedModelParallel(model, env=env, device=device, plan=ShardingPlan(plan), sharders=sharders)
+        dense = [p for n, p in self.model.named_parameters() if n.removesuffix(".weight") in replicated]
+        self._dense = torch.optim.SGD(dense, lr=LEARNING_RATE) if dense else None
+        self._shards = self._find_shards()
+        self._before: list[np.ndarray] = []
+        self._set_initial()
+
+    def _find_shards(self) -> list[tuple[int, int, torch.Tensor]]:
+        """(table index, row offset, local weight) of every shard on this rank."""
+        state = self.model.state_dict()
+        found = []
+        for index, table in enumerate(self.scenario.tables):
+            value = state[f"{table.fqn}.weight"]
+            if hasattr(value, "local_shards"):
+                found += [(index, s.metadata.shard_offsets[0], s.tensor) for s in value.local_shards()]
+            else:
+                found.append((index, 0, value))
+        return found
+
+    def _set_initial(self) -> None:
+        entries = []
+        for index, offset, weight in self._shards:
+            rows = initial_rows(self.scenario, index)[offset : offset + weight.shape[0]]
+            with torch.no_grad():
+                weight.copy_(torch.from_numpy(rows))
+            entries.append((INITIAL, index, np.arange(offset, offset + len(rows)), rows))
+            self._before.append(rows)
+        self.ledger.write(0, entries)
+
+    def forward(self, bags: dict[str, Bags], rank_step: tuple[int, int]) -> torch.Tensor:
+        """Loss of one batch: half the squared distance to targets drawn for (rank, step), so each step moves each
+        row."""
+        features = torchrec.KeyedJaggedTensor(
+            keys=self.workload.features,
+            values=torch.from_numpy(np.concatenate([bags[f].values for f in self.workload.features])),
+            lengths=torch.from_numpy(np.concatenate([bags[f].lengths for f in self.workload.features])),
+        ).to(self.device)
+        out = self.model(features)
+        rng = np.random.default_rng([self.scenario.seed, 13, *rank_step])
+        target = torch.from_numpy(rng.standard_normal(out.numel(), dtype=np.float32)).to(self.device)
+        loss: torch.Tensor = 0.5 * ((out - target) ** 2).sum()
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._dense is not None:
+            self._dense.zero_grad()
+        loss.backward()
+        if self._dense is not None:
+            self._dense.step()
+
+    def record(self, step: int, bags: dict[str, Bags]) -> int:
+        """Write the rows that changed since the last call and the keys of ``bags``; returns the number of changed
+        rows."""
+        entries: list[tuple[int, int, np.ndarray, np.ndarray | None]] = []
+        changed = 0
+        for position, (index, offset, weight) in enumerate(self._shards):
+            now = weight.detach().cpu().numpy()
+            before = self._before[position]
+            rows = np.flatnonzero((now.view(np.uint32) != before.view(np.uint32)).any(axis=1))
+            entries.append((CHANGED, index, rows + offset, now[rows]))
+            if len(rows):
+                self._before[position] = now.copy()
+                changed += len(rows)
+        for index, table in enumerate(self.scenario.tables):
+            entries.append((LOOKED_UP, index, looked_up(table, bags), None))
+        self.ledger.write(step, entries)
+        return changed
+
+    def evaluate(self, bags: dict[str, Bags], step: int) -> None:
+        """A forward in evaluation mode, with lookups that must not be published."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.forward(bags, (self.rank, step))
+        finally:
+            self.model.train()

@@ -1,0 +1,18 @@
+"""Imported once by the forkserver, so that each rank starts with torch and torchrec in memory.
+
+Nothing here may touch CUDA: a forked child could not use it any more.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+
+from ...fakes import feature_store_py, server  # noqa: F401
+from ...reference import publisher, tracker  # noqa: F401
+from . import model, rank  # noqa: F401
+
+# One thread per rank: ranks share the cores, and a thread pool made before the fork would not survive it.
+torch.set_num_threads(1)

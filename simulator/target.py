@@ -1,0 +1,115 @@
+"""The seam between the simulator and the publisher under test.
+
+A target is named by a string: ``reference``, ``specimen:S02`` (the reference with a known bug put back) or
+``package.module:factory``, a callable that takes a ``RankContext`` and returns a publisher.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .errors import ScenarioError
+from .scenario import PublisherConfig, Table
+
+#: Where runs publish to in the fake store.
+PROJECT, VIEW, ENTITY, VERSION = "deltaproof", "deltaproof_view", "default_dynemb_entity", "run-1"
+
+
+class PublisherTarget(Protocol):
+    """What a training loop calls. Any method may raise; an exception ends the rank, as it would end a trainer.
+
+    An exception's attribute ``unacknowledged`` (steps) is kept in the history when it has one.
+    """
+
+    def start(self) -> object: ...
+
+    def after_step(self, step: int) -> object:
+        """The rank finished its own step ``step`` (1, 2, …); not called for batches that a rank only takes part in."""
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Within it, forwards are evaluation and must not be published."""
+
+    def finish(self, step: int) -> object:
+        """Training is over at the rank's own step; returns when everything is acknowledged, or raises."""
+
+    def close(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """All that a factory is told. ``model`` is the sharded TorchRec model; ``client_factory()`` gives a client with the
+    ``feature_store_py`` interface, logged in as this rank; ``barrier()`` is a collective over all ranks."""
+
+    rank: int
+    world_size: int
+    tables: Sequence[Table]
+    config: PublisherConfig
+    model: Any
+    client_factory: Callable[[], Any]
+    barrier: Callable[[], None]
+    endpoint: str
+    project: str = PROJECT
+    view: str = VIEW
+    entity: str = ENTITY
+    version: str = VERSION
+
+
+def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
+    """The factory that a target string names. Raises ScenarioError when there is none."""
+    if target == "reference":
+        return reference
+    kind, _, rest = target.partition(":")
+    if kind == "specimen":
+        specimens = importlib.import_module("..conformance.specimens", __package__)
+        if rest not in specimens.SPECIMENS:
+            raise ScenarioError(f"unknown specimen {rest!r}; known: {', '.join(specimens.SPECIMENS)}")
+
+        def mutated(context: RankContext) -> PublisherTarget:
+            specimens.activate(rest)
+            return reference(context)
+
+        return mutated
+    if not rest:
+        raise ScenarioError(f"target {target!r} is neither 'reference', 'specimen:ID' nor 'package.module:factory'")
+    try:
+        factory: Callable[[RankContext], PublisherTarget] = getattr(importlib.import_module(kind), rest)
+    except Exception as error:
+        raise ScenarioError(f"cannot import target {target!r}: {type(error).__name__}: {error}") from error
+    if not callable(factory):
+        raise ScenarioError(f"target {target!r} is a {type(factory).__name__}, not a callable that takes a RankContext")
+    return factory
+
+
+def reference(context: RankContext) -> PublisherTarget:
+    """The reference publisher on the context's model and store."""
+    from ..reference.publisher import Publisher
+    from ..reference.settings import Settings
+    from ..reference.tracker import TorchRecSource
+
+    config = context.config
+    settings = Settings(
+        project=context.project,
+        view=context.view,
+        entity=context.entity,
+        version=context.version,
+        every_steps=config.every_steps,
+        upload_format=config.upload_format,
+        naming=config.naming,
+        batch_size=config.batch_size,
+        max_workers=config.max_workers,
+        retry_attempts_max=config.retry_attempts_max,
+        retry_delay_ms_min=config.retry_delay_ms_min,
+        retry_delay_ms_max=config.retry_delay_ms_max,
+    )
+    return Publisher(
+        TorchRecSource(context.model),
+        context.client_factory(),
+        settings,
+        rank=context.rank,
+        world_size=context.world_size,
+        barrier=context.barrier,
+    )
