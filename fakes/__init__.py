@@ -1,1 +1,1 @@
-"""A Feature Store that runs on a laptop: store, HTTP server, SDK facade, error table."""
+"""Fakes of everything outside the training job: a Feature Store, its server and its SDK."""

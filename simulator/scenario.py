@@ -227,8 +227,8 @@ class Scenario(_Data, frozen=True, kw_only=True):
             seen.add(table.fqn)
             if table.sharding in ("column_wise", "table_column_wise", "grid_shard"):
                 found.append(
-                    f"{where}: {table.sharding} sharding is refused: a row's values lie on several ranks, so no rank can "
-                    f"publish the row; use one of {', '.join(SHARDINGS)}"
+                    f"{where}: {table.sharding} sharding is refused: a row's values lie on several ranks, so no rank "
+                    f"can publish the row; use one of {', '.join(SHARDINGS)}"
                 )
             elif table.sharding not in SHARDINGS:
                 found.append(f"{where}: unknown sharding {table.sharding!r}; use one of {', '.join(SHARDINGS)}")

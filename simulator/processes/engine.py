@@ -30,10 +30,10 @@ import urllib3
 from ...fakes.feature_store_py import FeatureStoreClient
 from ...reference.contract import TableRef, embedding_names
 from ..errors import KitError, ScenarioError
-from ..faults import Fault
+from ..faults import Fault, StoreError, StorePartial, StoreReset, StoreSlow
 from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event, History, RankOutcome, build_tables, read_events, read_ledger
 from ..scenario import Scenario
-from ..target import PROJECT
+from ..target import PROJECT, VERSION, VIEW
 from ..workload import Workload
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def require_torch() -> None:
     for module in ("torch", "torchrec"):
         if importlib.util.find_spec(module) is None:
             raise ScenarioError(
-                f"the process engine needs {module}, which is not installed; install the extra: pip install 'deltaproof[torch]'"
+                f"the process engine needs {module}, which is not installed: pip install 'deltaproof[torch]'"
             )
 
 
@@ -365,7 +365,7 @@ class _StoreProcess:
         self._admin("PUT", "faults", planned)
 
     def observed(self, kinds: Sequence[str]) -> tuple[pa.Table, pa.Table, list[Event], list[int]]:
-        """(final content, accepted writes, request events, firings by fault index). ``kinds``: of the scenario's faults."""
+        """(final content, accepted writes, request events, firings by fault index). ``kinds``: one per fault."""
         # The content is read before the log: whatever a dead rank's last request still adds is in the log then, too.
         final = self._content()
         writes = self._log()
