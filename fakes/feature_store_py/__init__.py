@@ -1,1 +1,36 @@
-"""The feature_store_py interface on top of the fake store, over HTTP or in process."""
+"""The interface of Alibaba's Python SDK ``feature_store_py`` (PROTOCOL.md), over HTTP or in process.
+
+``install()`` makes ``import feature_store_py`` find this package, so that code written against the SDK runs unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .client import (
+    DynamicEmbeddingFeatureView,
+    Entity,
+    FeatureStoreClient,
+    Project,
+    WriteError,
+    in_process_client,
+)
+from .transport import TransportError
+
+__all__ = [
+    "DynamicEmbeddingFeatureView",
+    "Entity",
+    "FeatureStoreClient",
+    "Project",
+    "TransportError",
+    "WriteError",
+    "in_process_client",
+    "install",
+]
+
+
+def install() -> None:
+    """Register this package as ``feature_store_py``. Raises RuntimeError if another one is imported already."""
+    this = sys.modules[__name__]
+    if sys.modules.setdefault("feature_store_py", this) is not this:
+        raise RuntimeError("another feature_store_py is imported already; install() must come before it")

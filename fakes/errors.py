@@ -1,0 +1,217 @@
+"""Every error of the fakes, in one table: its HTTP status and whether the write behind it happened.
+
+Retry logic, the request log, the properties and the docs read ``ERRORS``; nothing else decides what an error means.
+``applied`` is what a client may conclude from the error alone: "no" (surely not applied), "yes" (surely applied)
+or "unknown" (perhaps applied: only a replay with a newer ts makes it certain).
+
+    FakeError
+    ├── Refused                     the request is wrong; sending it again cannot help
+    │   ├── InvalidParameter, InvalidVersion, InvalidTimestamp, MalformedBody, SchemaMismatch,
+    │   │   ReservedKey, NonFiniteValue, DimensionMismatch, BodyTooLarge, RequestTimeout
+    │   ├── MissingAuthorization, InvalidToken, AccessDenied
+    │   ├── ProjectNotFound, EntityNotFound, ViewNotFound, SnapshotNotFound, DatasourceNotFound,
+    │   │   InstanceNotFound, RouteNotFound, MethodNotAllowed
+    │   └── AlreadyExists, InUse
+    └── Injected                    a planned fault answered instead of the store (code chosen by ``code_for_status``)
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+Applied = Literal["no", "yes", "unknown"]
+
+
+class ErrorSpec(msgspec.Struct, frozen=True):
+    """One row of the table. ``status`` is the HTTP status, or None when no reply was received at all."""
+
+    code: str
+    status: int | None
+    applied: Applied
+    retriable: bool
+    meaning: str
+
+
+_ROWS: Final = (
+    ErrorSpec("InvalidParameter", 400, "no", False, "a parameter is missing, malformed or out of range"),
+    ErrorSpec("InvalidVersion", 400, "no", False, "the version is absent, empty or not printable"),
+    ErrorSpec("InvalidTimestamp", 400, "no", False, "ts is not a positive int64 number of milliseconds"),
+    ErrorSpec("MalformedBody", 400, "no", False, "the body cannot be decoded"),
+    ErrorSpec("SchemaMismatch", 400, "no", False, "columns or types differ from the view's, or a value is null"),
+    ErrorSpec("ReservedKey", 400, "no", False, "key -1 is reserved"),
+    ErrorSpec("NonFiniteValue", 400, "no", False, "an embedding holds NaN or an infinity"),
+    ErrorSpec("DimensionMismatch", 400, "no", False, "an embedding's length differs from its table's first row"),
+    ErrorSpec("MissingAuthorization", 401, "no", False, "no usable Authorization or Auth header"),
+    ErrorSpec("InvalidToken", 401, "no", False, "the datasource token does not match"),
+    ErrorSpec("AccessDenied", 403, "no", False, "the account may not do this"),
+    ErrorSpec("RouteNotFound", 404, "no", False, "no such route"),
+    ErrorSpec("InstanceNotFound", 404, "no", False, "no such instance"),
+    ErrorSpec("ProjectNotFound", 404, "no", False, "no such project"),
+    ErrorSpec("EntityNotFound", 404, "no", False, "no such feature entity"),
+    ErrorSpec("ViewNotFound", 404, "no", False, "no such feature view"),
+    ErrorSpec("SnapshotNotFound", 404, "no", False, "no such snapshot, or it was dropped for newer ones"),
+    ErrorSpec("DatasourceNotFound", 404, "no", False, "no such datasource"),
+    ErrorSpec("MethodNotAllowed", 405, "no", False, "the route exists, but not for this method"),
+    ErrorSpec("RequestTimeout", 408, "no", True, "the body did not arrive in time"),
+    ErrorSpec("AlreadyExists", 409, "no", False, "an object of that name exists"),
+    ErrorSpec("InUse", 409, "no", False, "other objects still refer to it"),
+    ErrorSpec("BodyTooLarge", 413, "no", False, "the body is over the limit"),
+    ErrorSpec("BadRequest", 400, "no", False, "refused for a reason the client does not know"),
+    ErrorSpec("Throttling", 429, "no", True, "too many requests; nothing was applied; Retry-After says when"),
+    ErrorSpec("PartialFailure", 207, "no", True, "some rows were applied; the error counts those that were not"),
+    ErrorSpec("InternalError", 500, "unknown", True, "the server failed, perhaps after the commit"),
+    ErrorSpec("BadGateway", 502, "unknown", True, "something between client and store failed"),
+    ErrorSpec("ServiceUnavailable", 503, "unknown", True, "unavailable, perhaps after the commit"),
+    ErrorSpec("GatewayTimeout", 504, "unknown", True, "something between client and store gave up waiting"),
+    ErrorSpec("ConnectFailed", None, "no", True, "no connection was made, so nothing was sent"),
+    ErrorSpec("ConnectionLost", None, "unknown", True, "the connection broke before a reply"),
+    ErrorSpec("ReadTimeout", None, "unknown", True, "no reply in time"),
+    ErrorSpec("ReplyTruncated", None, "yes", True, "a success reply began, then broke off: the commit came before it"),
+    ErrorSpec("ClientBug", None, "unknown", False, "the client library itself failed"),
+)
+ERRORS: Final[dict[str, ErrorSpec]] = {row.code: row for row in _ROWS}
+_BY_STATUS: Final = {
+    400: "BadRequest",
+    401: "InvalidToken",
+    403: "AccessDenied",
+    404: "RouteNotFound",
+    405: "MethodNotAllowed",
+    408: "RequestTimeout",
+    409: "AlreadyExists",
+    413: "BodyTooLarge",
+    429: "Throttling",
+    500: "InternalError",
+    502: "BadGateway",
+    503: "ServiceUnavailable",
+    504: "GatewayTimeout",
+}
+
+
+def code_for_status(status: int) -> str:
+    """The code for a bare HTTP status (4xx: surely not applied; 5xx: unknown), for replies that carry no code."""
+    if status in _BY_STATUS:
+        return _BY_STATUS[status]
+    return "InternalError" if status >= 500 else "BadRequest"
+
+
+class FakeError(Exception):
+    """Base of all errors the fakes raise. The class name is the code looked up in ``ERRORS``."""
+
+    @property
+    def code(self) -> str:
+        return type(self).__name__
+
+    @property
+    def spec(self) -> ErrorSpec:
+        return ERRORS[self.code]
+
+
+class Refused(FakeError):
+    """The request is wrong; the same request will be refused again. Nothing was applied."""
+
+
+class InvalidParameter(Refused):
+    """A parameter is missing, malformed or out of range."""
+
+
+class InvalidVersion(Refused):
+    """The version is absent, empty, too long or not printable: name the version you publish to."""
+
+
+class InvalidTimestamp(Refused):
+    """ts is not a positive int64 number of milliseconds."""
+
+
+class MalformedBody(Refused):
+    """The body cannot be decoded. Usual causes: a truncated or compressed Arrow stream, JSON with NaN."""
+
+
+class SchemaMismatch(Refused):
+    """Columns or types differ from the view's, or a value is null."""
+
+
+class ReservedKey(Refused):
+    """Key -1 is reserved (an empty slot in dynamic tables): it must never be published."""
+
+
+class NonFiniteValue(Refused):
+    """An embedding holds NaN or an infinity. Usual cause: training diverged, or unset memory was gathered."""
+
+
+class DimensionMismatch(Refused):
+    """An embedding's length differs from the first row written under that embedding_name in that version."""
+
+
+class BodyTooLarge(Refused):
+    """The body is over the server's limit: send smaller batches."""
+
+
+class RequestTimeout(Refused):
+    """The body did not arrive in time."""
+
+
+class MissingAuthorization(Refused):
+    """No usable Authorization or Auth header."""
+
+
+class InvalidToken(Refused):
+    """The datasource token does not match: read it again from the FeatureDB datasource."""
+
+
+class AccessDenied(Refused):
+    """The account may not do this."""
+
+
+class RouteNotFound(Refused):
+    """No such route."""
+
+
+class MethodNotAllowed(Refused):
+    """The route exists, but not for this method."""
+
+
+class InstanceNotFound(Refused):
+    """No such instance."""
+
+
+class ProjectNotFound(Refused):
+    """No such project."""
+
+
+class EntityNotFound(Refused):
+    """No such feature entity."""
+
+
+class ViewNotFound(Refused):
+    """No such feature view. Usual cause: opened before rank 0 created it."""
+
+
+class SnapshotNotFound(Refused):
+    """No such snapshot, or it was dropped for newer ones: take a new one."""
+
+
+class DatasourceNotFound(Refused):
+    """No such datasource."""
+
+
+class AlreadyExists(Refused):
+    """An object of that name exists."""
+
+
+class InUse(Refused):
+    """Other objects still refer to it."""
+
+
+class Injected(FakeError):
+    """A planned status fault: answered instead of the store, or after it had committed."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    @property
+    def code(self) -> str:
+        return code_for_status(self.status)

@@ -1,0 +1,314 @@
+"""The SDK's objects: client, project, entity, view. Interface facts: PROTOCOL.md, "The feature_store_py interface"."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from ..errors import Applied
+from ..server.faults import FaultPlan
+from ..store import EntitySpec, Store, ViewSpec
+from .transport import HttpTransport, StoreTransport, Transport, TransportError
+
+FIELD_TYPES: Final = {"ARRAY<FLOAT>": "float32", "ARRAY<UINT8>": "uint8"}
+
+
+class WriteError(str):
+    """One failed request of a flush: its text, and what a retry needs to know.
+
+    ``status`` HTTP status or None without a reply; ``applied`` whether its ``rows`` happened ("no", "yes",
+    "unknown"); ``retriable``; ``retry_after_s`` as asked by the store; ``code`` a row of ``fakes.errors.ERRORS``.
+    """
+
+    status: int | None
+    retriable: bool
+    applied: Applied
+    retry_after_s: float | None
+    rows: int
+    code: str
+
+    @classmethod
+    def of(cls, error: TransportError, rows: int) -> WriteError:
+        made = cls(f"{rows} rows: {error}")
+        made.status, made.retriable, made.applied = error.status, error.retriable, error.applied
+        made.retry_after_s, made.rows, made.code = error.retry_after_s, rows, error.code
+        return made
+
+
+class Entity:
+    """A feature entity. ``feature_entity_name`` and ``name`` are the same thing."""
+
+    def __init__(self, spec: EntitySpec) -> None:
+        self.name = spec.name
+        self.feature_entity_name = spec.name
+        self.join_id = spec.join_id
+        self.parent_feature_entity_name = spec.parent or None
+
+
+class DynamicEmbeddingFeatureView:
+    """A view: asynchronous writes, ``write_flush`` to settle them, reads.
+
+    ``_batch_size`` rows go into one request, ``_max_workers`` requests are under way at a time; both may be set
+    before the first write. The SDK retries nothing itself. Extensions of ours: ``high_water_ts``, ``read_changes``,
+    ``lookup_arrow``, ``scan``.
+    """
+
+    def __init__(self, transport: Transport, spec: ViewSpec) -> None:
+        self._transport = transport
+        self._spec = spec
+        self.name = spec.name
+        self.pk_field = spec.pk
+        self.sk_field = spec.sk
+        self.embedding_field = spec.value
+        self.embedding_field_type = next(key for key, value in FIELD_TYPES.items() if value == spec.value_type)
+        self.ttl = spec.ttl_s
+        self.shard_count = spec.shard_count
+        self.replication_count = spec.replication_count
+        self._batch_size = 1000
+        self._max_workers = 4
+        self._lock = threading.Lock()
+        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pending: list[tuple[int, concurrent.futures.Future[None]]] = []
+        self._closed = False
+
+    def _submit(self, rows: int, write: Any, *arguments: Any) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"view {self.name}: write after close")
+            if self._executor is None:
+                self._executor = concurrent.futures.ThreadPoolExecutor(
+                    max_workers=self._max_workers, thread_name_prefix="feature_store_py"
+                )
+            self._pending.append((rows, self._executor.submit(write, *arguments)))
+
+    def write_features(
+        self,
+        data: Sequence[dict[str, Any]],
+        version: str | None = None,
+        write_mode: str = "MERGE",
+        ts: int | None = None,
+    ) -> None:
+        """Queue rows ``{pk_field: str, sk_field: int, embedding_field: numbers}`` for the JSON route.
+
+        Raises ValueError for another write mode, TypeError for values JSON cannot hold, RuntimeError after close.
+        """
+        self._check_mode(write_mode)
+        for start in range(0, len(data), self._batch_size):
+            rows = data[start : start + self._batch_size]
+            body = msgspec.json.encode(rows, enc_hook=_plain)
+            self._submit(len(rows), self._transport.write_rows, self._spec, body, version or "", ts)
+
+    def write_features_arrow(
+        self,
+        batch: pa.RecordBatch | pa.Table,
+        version: str | None = None,
+        write_mode: str = "MERGE",
+        ts: int | None = None,
+    ) -> None:
+        """Queue a batch whose columns bear the view's field names; split at ``_batch_size`` rows.
+
+        Raises ValueError for another write mode or other columns, RuntimeError after close.
+        """
+        self._check_mode(write_mode)
+        names = [self.pk_field, self.sk_field, self.embedding_field]
+        if sorted(batch.schema.names) != sorted(names):
+            raise ValueError(f"view {self.name}: columns {batch.schema.names}, want {names}")
+        if isinstance(batch, pa.Table):
+            merged = batch.combine_chunks().to_batches()
+            if not merged:
+                return
+            batch = merged[0]
+        wire = batch.select(names).rename_columns(["pk", "sk", "embedding"])
+        for start in range(0, wire.num_rows, self._batch_size):
+            part = wire.slice(start, self._batch_size)
+            self._submit(part.num_rows, self._transport.write_arrow, self._spec, part, version or "", ts)
+
+    def _check_mode(self, write_mode: str) -> None:
+        if write_mode != "MERGE":
+            raise ValueError(f"view {self.name}: write_mode {write_mode!r}, this fake knows MERGE only")
+
+    def write_flush(self) -> dict[str, Any]:
+        """Wait for every queued request (each is bounded by its timeouts) and sum up since the last flush.
+
+        Returns total_batches, failed_batches, total_records, success_records, failed_records and errors, a list of
+        WriteError. Rows of a request whose fate is unknown count as failed.
+        """
+        with self._lock:
+            pending, self._pending = self._pending, []
+        errors: list[WriteError] = []
+        for rows, future in pending:
+            try:
+                future.result()
+            except TransportError as error:
+                failed = rows if error.rows_failed is None else min(error.rows_failed, rows)
+                errors.append(WriteError.of(error, failed))
+            except Exception as error:  # a bug in this library must show as a failed batch, not pass as a success
+                errors.append(WriteError.of(TransportError("ClientBug", f"{type(error).__name__}: {error}"), rows))
+        total = sum(rows for rows, _ in pending)
+        failed_records = sum(error.rows for error in errors)
+        return {
+            "total_batches": len(pending),
+            "failed_batches": len(errors),
+            "total_records": total,
+            "success_records": total - failed_records,
+            "failed_records": failed_records,
+            "errors": errors,
+        }
+
+    def get_online_features(
+        self, feature_name: str, keys: Sequence[int], version: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Rows found for ``keys`` of table ``feature_name``: dicts with pk_field, "sk" (int) and embedding_field."""
+        keys = np.asarray([int(key) for key in keys], dtype=np.int64)
+        table = self.lookup_arrow(version or "", pa.repeat(feature_name, len(keys)), pa.array(keys))
+        columns = (table.column(name).to_pylist() for name in ("pk", "sk", "embedding"))
+        return [
+            {self.pk_field: pk, "sk": sk, self.embedding_field: embedding}
+            for pk, sk, embedding in zip(*columns, strict=True)
+        ]
+
+    def lookup_arrow(self, version: str, pk: pa.Array, sk: pa.Array) -> pa.Table:
+        """Ours: rows found of ``zip(pk, sk)`` in request order, columns pk, sk, embedding, ts."""
+        request = pa.RecordBatch.from_arrays([pa.array(pk, pa.string()), pa.array(sk, pa.int64())], ["pk", "sk"])
+        return self._transport.lookup(self._spec, version, request)
+
+    def scan(self, version: str) -> pa.Table:
+        """Ours: a snapshot of every row of the version, columns pk, sk, embedding, ts."""
+        return self._transport.scan(self._spec, version)[0]
+
+    def read_changes(self, version: str, ts: int) -> tuple[pa.Table, int]:
+        """Ours: (rows whose ts is above ``ts``, the ts to ask with next time)."""
+        return self._transport.changes(self._spec, version, ts)
+
+    def high_water_ts(self, version: str) -> int:
+        """Ours: the greatest ts the version holds, 0 when empty."""
+        return self._transport.high_water_ts(self._spec, version)
+
+    def close(self, wait: bool = True) -> None:
+        """No more writes. ``wait``: queued requests end first; else those not yet begun are dropped."""
+        with self._lock:
+            self._closed = True
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=wait, cancel_futures=not wait)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy arrays and scalars for the JSON path; float32 values stay exact, since JSON numbers are doubles."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a row holds a {type(value).__name__}; want str, int and lists of numbers")
+
+
+class Project:
+    """A project; made by ``FeatureStoreClient.get_project``."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self._transport = transport
+        self.name = name
+        self.project_name = name
+
+    def get_entity(self, name: str) -> Entity | None:
+        spec = self._transport.entity(self.name, name)
+        return Entity(spec) if spec else None
+
+    def create_entity(self, name: str, join_id: str, parent_feature_entity_name: str | None = None) -> Entity:
+        """Raises TransportError (AlreadyExists, EntityNotFound for the parent, InvalidParameter)."""
+        spec = EntitySpec(self.name, name, join_id, parent_feature_entity_name or "")
+        self._transport.create_entity(spec)
+        return Entity(spec)
+
+    def get_dynamic_embedding_feature_view(self, name: str) -> DynamicEmbeddingFeatureView | None:
+        spec = self._transport.view(self.name, name)
+        return DynamicEmbeddingFeatureView(self._transport, spec) if spec else None
+
+    def create_dynamic_embedding_feature_view(
+        self,
+        name: str,
+        entity: str | Entity,
+        pk_field_name: str = "embedding_name",
+        sk_field_name: str = "key_id",
+        embedding_field_name: str = "embedding",
+        pk_field_type: Any = "STRING",
+        sk_field_type: Any = "INT64",
+        ttl: int = 1_296_000,
+        shard_count: int = 20,
+        replication_count: int = 1,
+        embedding_field_type: Any = "ARRAY<FLOAT>",
+    ) -> DynamicEmbeddingFeatureView:
+        """Create the view and open it. Raises ValueError for other field types, TransportError (AlreadyExists, …)."""
+        wanted = ((pk_field_type, ("STRING",)), (sk_field_type, ("INT64",)), (embedding_field_type, tuple(FIELD_TYPES)))
+        for kind, known in wanted:
+            if _type_name(kind) not in known:
+                raise ValueError(f"view {name}: field type {_type_name(kind)!r}, want {' or '.join(known)}")
+        spec = ViewSpec(
+            self.name,
+            name,
+            entity if isinstance(entity, str) else entity.name,
+            pk_field_name,
+            sk_field_name,
+            embedding_field_name,
+            FIELD_TYPES[_type_name(embedding_field_type)],  # type: ignore[arg-type]
+            ttl,
+            shard_count,
+            replication_count,
+        )
+        self._transport.create_view(spec)
+        return DynamicEmbeddingFeatureView(self._transport, spec)
+
+
+def _type_name(kind: Any) -> str:
+    return str(getattr(kind, "value", kind))
+
+
+class FeatureStoreClient:
+    """The SDK's entry. ``endpoint`` "127.0.0.1:PORT" reaches the fake; the data plane is found as real clients do."""
+
+    def __init__(
+        self,
+        access_key_id: str | None = None,
+        access_key_secret: str | None = None,
+        region: str | None = None,
+        endpoint: str | None = None,
+        security_token: str | None = None,
+        featuredb_username: str | None = None,
+        featuredb_password: str | None = None,
+        *,
+        transport: Transport | None = None,
+    ) -> None:
+        if transport is None:
+            if not access_key_id or not access_key_secret:
+                raise ValueError("access_key_id and access_key_secret are needed")
+            if not featuredb_username or not featuredb_password:
+                raise ValueError("featuredb_username and featuredb_password are needed")
+            if not endpoint and not region:
+                raise ValueError("endpoint or region is needed")
+            transport = HttpTransport(
+                access_key_id=access_key_id,
+                access_key_secret=access_key_secret,
+                region=region or "cn-deltaproof",
+                endpoint=endpoint or f"paifeaturestore.{region}.aliyuncs.com",
+                security_token=security_token,
+                username=featuredb_username,
+                password=featuredb_password,
+                pool_size=16,
+            )
+        self._transport = transport
+
+    def get_project(self, name: str) -> Project | None:
+        return Project(self._transport, name) if self._transport.has_project(name) else None
+
+    def close(self) -> None:
+        """Ours: release pooled connections."""
+        self._transport.close()
+
+
+def in_process_client(store: Store, username: str, faults: FaultPlan | None = None) -> FeatureStoreClient:
+    """A client that calls ``store`` directly as ``username``; ``faults`` strike as they would on the server."""
+    return FeatureStoreClient(transport=StoreTransport(store, username, faults))

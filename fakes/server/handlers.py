@@ -1,0 +1,591 @@
+"""What each route does. A handler gets a Call, checks it, and puts its effect inside ``call.commit``: faults act there,
+so a request that is refused for its own sake strikes no fault. Replies are sent by routes.py.
+
+Public wire facts (PROTOCOL.md): the control plane's paths and field names, ``write``, ``snapshots``, ``scan`` and
+``iterate_get_kv``. Ours: ``write_arrow``, ``lookup_arrow``, ``/_admin``, and the query parameters ``version`` and
+``ts`` wherever they appear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import pyarrow as pa
+from aiohttp import web
+
+from ..errors import (
+    Injected,
+    InvalidParameter,
+    InvalidVersion,
+    ProjectNotFound,
+    SchemaMismatch,
+)
+from ..store import EntitySpec, ViewSpec, check_version
+from . import wire
+from .faults import AnyFault, ResetFault, StatusFault, Strike
+from .state import (
+    FEATUREDB,
+    INSTANCE_ID,
+    MAXCOMPUTE,
+    OWNER,
+    REGION_ID,
+    WORKSPACE_ID,
+    RequestEntry,
+    ServerState,
+    parse_int,
+)
+
+T = TypeVar("T")
+
+VIEW_TYPE: Final = "DynamicEmbedding"  # ours: the public documentation names no Type for dynamic embeddings
+VALUE_TYPES: Final = {"ARRAY<FLOAT>": "float32", "ARRAY<UINT8>": "uint8"}
+FIELD_TYPES: Final = {value: key for key, value in VALUE_TYPES.items()}
+PAGE_SIZE_DEFAULT: Final = 10
+PAGE_SIZE_MAX: Final = 1000
+TS_MAX: Final = 2**63 - 1
+
+
+class Reply(NamedTuple):
+    """What to send: ``body`` is a JSON-able object, bytes, or an iterator of byte chunks to stream."""
+
+    body: Any
+    content_type: str = "application/json"
+    status: int = 200
+    headers: dict[str, str] = {}
+
+
+class Broken(Exception):
+    """A reset fault struck: break the connection, send nothing."""
+
+
+class Call:
+    """One request under way."""
+
+    def __init__(self, state: ServerState, request: web.Request, entry: RequestEntry, group: str) -> None:
+        self.state = state
+        self.request = request
+        self.entry = entry
+        self.group = group
+        self.body = b""
+        self.rows_failed = 0
+
+    def path(self, name: str) -> str:
+        return self.request.match_info[name]
+
+    def query(self, name: str) -> str | None:
+        values = self.request.query.getall(name, [])
+        if len(values) > 1:
+            raise InvalidParameter(f"parameter {name} is given {len(values)} times")
+        return values[0] if values else None
+
+    def query_int(self, name: str, default: int, low: int, high: int) -> int:
+        text = self.query(name)
+        return default if text is None or text == "" else parse_int(name, text, low, high)
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object ({} when empty). Raises MalformedBody."""
+        return wire.json_object(self.body)
+
+    async def commit(self, effect: Callable[[], T]) -> T:
+        """Run ``effect`` between the faults that are due before and after it."""
+        with self.state.lock:
+            plan = self.state.faults
+            strike = plan.strike(self.entry.route, self.group, self.entry.client)
+            self.entry.fault_ids = strike.ids
+            if strike.ids:
+                self.entry.fault = plan.index(strike.main.id if strike.main else strike.ids[0])
+        self.rows_failed = strike.rows_failed
+        await self._suffer(strike, "before-commit")
+        result = effect()
+        await self._suffer(strike, "after-commit")
+        return result
+
+    async def _suffer(self, strike: Strike, when: Any) -> None:
+        if delay_s := strike.delay_s(when):
+            await asyncio.sleep(delay_s)
+        if isinstance(strike.main, StatusFault) and strike.main.when == when:
+            raise Injected(strike.main.code, f"planned fault {strike.main.id}", strike.main.retry_after_s)
+        if isinstance(strike.main, ResetFault) and strike.main.when == when:
+            raise Broken
+
+
+# Control plane
+
+
+def _time(ms: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(ms / 1000))
+
+
+def _field(body: dict[str, Any], name: str, default: str | None = None) -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str):
+        raise InvalidParameter(f"{name}: want a string, got {type(value).__name__}")
+    return value
+
+
+def _matches(call: Call, rows: list[dict[str, Any]], filters: tuple[str, ...]) -> list[dict[str, Any]]:
+    for name in filters:
+        if want := call.query(name):
+            rows = [row for row in rows if row[name] == want]
+    return rows
+
+
+def _id_filter(call: Call, name: str, key: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    text = call.query(name)
+    if not text:
+        return rows
+    wanted = wire.json_value(text.encode(), name)
+    if not isinstance(wanted, list):
+        raise InvalidParameter(f"{name}: want a JSON list of ids")
+    return [row for row in rows if row[key] in map(str, wanted)]
+
+
+def _page(call: Call, key: str, rows: list[dict[str, Any]], sort_keys: tuple[str, ...]) -> dict[str, Any]:
+    """One page of a list: PageNumber (from 1), PageSize, SortBy, Order (ASC or DESC), TotalCount."""
+    number = call.query_int("PageNumber", 1, 1, 2**31)
+    size = call.query_int("PageSize", PAGE_SIZE_DEFAULT, 1, PAGE_SIZE_MAX)
+    order = (call.query("Order") or "ASC").upper()
+    if order not in ("ASC", "DESC"):
+        raise InvalidParameter(f"Order {order[:20]!r}: want ASC or DESC")
+    if sort_by := call.query("SortBy"):
+        if sort_by not in sort_keys:
+            raise InvalidParameter(f"SortBy {sort_by[:40]!r}: want one of {', '.join(sort_keys)}")
+        rows = sorted(rows, key=lambda row: str(row[sort_by]))
+    if order == "DESC":
+        rows = rows[::-1]
+    return {key: rows[(number - 1) * size : number * size], "TotalCount": len(rows)}
+
+
+async def list_instances(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        instance = {
+            "InstanceId": INSTANCE_ID,
+            "RegionId": REGION_ID,
+            "Status": "Running",
+            "Type": "Basic",
+            "GmtCreateTime": "2023-06-21T00:00:00+08:00",
+            "GmtModifiedTime": "2023-06-21T00:00:00+08:00",
+            "FeatureDBInfo": {"Status": "Running"},
+            "FeatureDBInstanceInfo": {"Status": "Running"},
+        }
+        return _page(call, "Instances", _matches(call, [instance], ("Status",)), ("GmtCreateTime", "GmtModifiedTime"))
+
+    return Reply(await call.commit(effect))
+
+
+def _project_row(state: ServerState, name: str) -> dict[str, Any]:
+    created = _time(state.store.created_ms("project", name))
+    return {
+        "ProjectId": state.id_of("project", name),
+        "Name": name,
+        "Description": "",
+        "FeatureEntityCount": len(state.store.entities(name)),
+        "FeatureViewCount": len(state.store.views(name)),
+        "ModelCount": 0,
+        "OnlineDatasourceId": "1",
+        "OnlineDatasourceName": FEATUREDB.lower(),
+        "OnlineDatasourceType": FEATUREDB,
+        "OfflineDatasourceId": "2",
+        "OfflineDatasourceName": MAXCOMPUTE.lower(),
+        "OfflineDatasourceType": MAXCOMPUTE,
+        "OfflineLifecycle": 0,
+        "Owner": OWNER,
+        "WorkspaceId": WORKSPACE_ID,
+        "GmtCreateTime": created,
+        "GmtModifiedTime": created,
+    }
+
+
+async def list_projects(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        rows = [_project_row(call.state, name) for name in call.state.store.projects()]
+        rows = _matches(call, rows, ("Name", "Owner", "WorkspaceId"))
+        rows = _id_filter(call, "ProjectIds", "ProjectId", rows)
+        return _page(call, "Projects", rows, ("Name", "GmtCreateTime", "GmtModifiedTime"))
+
+    return Reply(await call.commit(effect))
+
+
+async def create_project(call: Call) -> Reply:
+    body = call.json()
+    name = _field(body, "Name")
+    online = call.state.datasource(_field(body, "OnlineDatasourceId", "1"))
+    call.state.datasource(_field(body, "OfflineDatasourceId", "2"))
+    if online["Type"] != FEATUREDB:
+        raise InvalidParameter(f"OnlineDatasourceId {online['DatasourceId']}: want a FeatureDB datasource")
+
+    def effect() -> dict[str, Any]:
+        call.state.store.create_project(name)
+        return {"ProjectId": call.state.id_of("project", name)}
+
+    return Reply(await call.commit(effect))
+
+
+async def get_project(call: Call) -> Reply:
+    return Reply(await call.commit(lambda: _project_row(call.state, call.state.project(call.path("project")))))
+
+
+def _entity_row(state: ServerState, spec: EntitySpec) -> dict[str, Any]:
+    parent = state.store.entity(spec.project, spec.parent) if spec.parent else None
+    return {
+        "FeatureEntityId": state.id_of("entity", spec.project, spec.name),
+        "Name": spec.name,
+        "JoinId": spec.join_id,
+        "ProjectId": state.id_of("project", spec.project),
+        "ProjectName": spec.project,
+        "ParentFeatureEntityId": state.id_of("entity", spec.project, parent.name) if parent else "",
+        "ParentFeatureEntityName": parent.name if parent else "",
+        "ParentJoinId": parent.join_id if parent else "",
+        "Owner": OWNER,
+        "WorkspaceId": WORKSPACE_ID,
+        "GmtCreateTime": _time(state.store.created_ms("entity", spec.project, spec.name)),
+    }
+
+
+async def list_entities(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        rows = [_entity_row(call.state, spec) for spec in call.state.store.entities()]
+        rows = _matches(call, rows, ("ProjectId", "Name", "Owner", "ParentFeatureEntityId"))
+        rows = _id_filter(call, "FeatureEntityIds", "FeatureEntityId", rows)
+        return _page(call, "FeatureEntities", rows, ("Name", "GmtCreateTime"))
+
+    return Reply(await call.commit(effect))
+
+
+async def create_entity(call: Call) -> Reply:
+    body = call.json()
+    project = call.state.project(_field(body, "ProjectId"))
+    parent_id = _field(body, "ParentFeatureEntityId", "")
+    parent = call.state.entity(parent_id) if parent_id else None
+    if parent and parent.project != project:
+        raise InvalidParameter(f"ParentFeatureEntityId {parent_id} belongs to another project")
+    spec = EntitySpec(project, _field(body, "Name"), _field(body, "JoinId"), parent.name if parent else "")
+
+    def effect() -> dict[str, Any]:
+        call.state.store.create_entity(spec)
+        return {"FeatureEntityId": call.state.id_of("entity", project, spec.name)}
+
+    return Reply(await call.commit(effect))
+
+
+async def get_entity(call: Call) -> Reply:
+    return Reply(await call.commit(lambda: _entity_row(call.state, call.state.entity(call.path("entity")))))
+
+
+async def get_project_entity(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        project = call.state.project(call.path("project"))
+        return _entity_row(call.state, call.state.store.entity(project, call.path("entity")))
+
+    return Reply(await call.commit(effect))
+
+
+async def delete_entity(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        spec = call.state.entity(call.path("entity"))
+        call.state.store.drop_entity(spec.project, spec.name)
+        return {}
+
+    return Reply(await call.commit(effect))
+
+
+def _view_row(state: ServerState, spec: ViewSpec) -> dict[str, Any]:
+    entity = state.store.entity(spec.project, spec.entity)
+    created = _time(state.store.created_ms("view", spec.project, spec.name))
+    config = {"ttl": spec.ttl_s, "shard_count": spec.shard_count, "replication_count": spec.replication_count}
+    return {
+        "FeatureViewId": state.id_of("view", spec.project, spec.name),
+        "Name": spec.name,
+        "Type": VIEW_TYPE,
+        "ProjectId": state.id_of("project", spec.project),
+        "ProjectName": spec.project,
+        "FeatureEntityId": state.id_of("entity", spec.project, spec.entity),
+        "FeatureEntityName": spec.entity,
+        "JoinId": entity.join_id,
+        "TTL": spec.ttl_s,
+        "Config": json.dumps(config),
+        "Fields": [
+            {"Name": spec.pk, "Type": "STRING", "Attributes": ["PrimaryKey"]},
+            {"Name": spec.sk, "Type": "INT64", "Attributes": ["SecondaryKey"]},
+            {"Name": spec.value, "Type": FIELD_TYPES[spec.value_type], "Attributes": []},
+        ],
+        "Tags": [],
+        "Owner": OWNER,
+        "WriteMethod": "",
+        "WriteToFeatureDB": True,
+        "SyncOnlineTable": True,
+        "RegisterTable": "",
+        "RegisterDatasourceId": "",
+        "RegisterDatasourceName": "",
+        "LastSyncConfig": "",
+        "GmtCreateTime": created,
+        "GmtModifiedTime": created,
+        "GmtSyncTime": created,
+    }
+
+
+async def list_views(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        rows = [_view_row(call.state, spec) for spec in call.state.store.views()]
+        rows = _matches(call, rows, ("ProjectId", "Name", "Owner", "Type"))
+        if feature := call.query("FeatureName"):
+            rows = [row for row in rows if any(field["Name"] == feature for field in row["Fields"])]
+        if tag := call.query("Tag"):
+            rows = [row for row in rows if tag in row["Tags"]]
+        rows = _id_filter(call, "FeatureViewIds", "FeatureViewId", rows)
+        return _page(call, "FeatureViews", rows, ("Name", "GmtCreateTime", "GmtModifiedTime"))
+
+    return Reply(await call.commit(effect))
+
+
+def _parse_fields(fields: Any) -> tuple[str, str, str, Any]:
+    """(pk, sk, value, value type) of a view's Fields. Raises InvalidParameter."""
+    if not isinstance(fields, list) or not all(isinstance(field, dict) for field in fields):
+        raise InvalidParameter("Fields: want a list of objects with Name, Type and Attributes")
+    found: dict[str, dict[str, Any]] = {}
+    for field in fields:
+        attributes = field.get("Attributes") or []
+        if not isinstance(attributes, list):
+            raise InvalidParameter("Fields: Attributes must be a list")
+        role = next((role for role in ("PrimaryKey", "SecondaryKey") if role in attributes), "value")
+        if role in found:
+            raise InvalidParameter(f"Fields: two fields for {role}")
+        found[role] = field
+    for role in ("PrimaryKey", "SecondaryKey", "value"):
+        if role not in found:
+            raise InvalidParameter(f"Fields: no field for {role}; want three: PrimaryKey, SecondaryKey and a value")
+    for role, want in (("PrimaryKey", ("STRING",)), ("SecondaryKey", ("INT64",)), ("value", tuple(VALUE_TYPES))):
+        if found[role].get("Type") not in want:
+            raise InvalidParameter(f"Fields: {role} must be of type {' or '.join(want)}")
+    names = [_field(found[role], "Name") for role in ("PrimaryKey", "SecondaryKey", "value")]
+    return names[0], names[1], names[2], VALUE_TYPES[found["value"]["Type"]]
+
+
+async def create_view(call: Call) -> Reply:
+    body = call.json()
+    project = call.state.project(_field(body, "ProjectId"))
+    entity = call.state.entity(_field(body, "FeatureEntityId"))
+    if entity.project != project:
+        raise InvalidParameter(f"FeatureEntityId {body['FeatureEntityId']} belongs to another project")
+    if body.get("Type") != VIEW_TYPE:
+        raise InvalidParameter(f"Type {str(body.get('Type'))[:40]!r}: this fake keeps {VIEW_TYPE} views only")
+    config = wire.json_object(_field(body, "Config", "").encode(), "Config")
+    pk, sk, value, value_type = _parse_fields(body.get("Fields"))
+    default = ViewSpec(project, "default", entity.name)
+    spec = ViewSpec(
+        project,
+        _field(body, "Name"),
+        entity.name,
+        pk,
+        sk,
+        value,
+        value_type,
+        ttl_s=body["TTL"] if body.get("TTL") is not None else config.get("ttl", default.ttl_s),
+        shard_count=config.get("shard_count", default.shard_count),
+        replication_count=config.get("replication_count", default.replication_count),
+    )
+
+    def effect() -> dict[str, Any]:
+        call.state.store.create_view(spec)
+        return {"FeatureViewId": call.state.id_of("view", project, spec.name)}
+
+    return Reply(await call.commit(effect))
+
+
+async def get_view(call: Call) -> Reply:
+    return Reply(await call.commit(lambda: _view_row(call.state, call.state.view(call.path("view")))))
+
+
+async def update_view(call: Call) -> Reply:
+    """PUT: only a repetition of the fields a view has is accepted; the schema of a dynamic embedding is fixed."""
+    body = call.json()
+
+    def effect() -> dict[str, Any]:
+        spec = call.state.view(call.path("view"))
+        if _parse_fields(body.get("Fields")) != (spec.pk, spec.sk, spec.value, spec.value_type):
+            raise InvalidParameter(f"the fields of view {spec.name} cannot change: create another view")
+        return {"requestId": call.entry.request_id}  # spelt so in the published client
+
+    return Reply(await call.commit(effect))
+
+
+async def delete_view(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        spec = call.state.view(call.path("view"))
+        call.state.store.drop_view(spec.project, spec.name)
+        return {}
+
+    return Reply(await call.commit(effect))
+
+
+async def list_datasources(call: Call) -> Reply:
+    def effect() -> dict[str, Any]:
+        rows = [call.state.datasource(number) for number in ("1", "2")]
+        rows = _matches(call, rows, ("Type", "WorkspaceId", "Name"))
+        return _page(call, "Datasources", rows, ("Name", "GmtCreateTime", "GmtModifiedTime"))
+
+    return Reply(await call.commit(effect))
+
+
+async def get_datasource(call: Call) -> Reply:
+    return Reply(await call.commit(lambda: call.state.datasource(call.path("datasource"))))
+
+
+# Data plane. {db} is the instance id, {schema} the project, {table} the view.
+
+
+def _table(call: Call) -> ViewSpec:
+    call.state.check_instance(call.path("db"))
+    if call.path("schema") not in call.state.store.projects():
+        raise ProjectNotFound(f"no project {call.path('schema')[:80]!r}")
+    return call.state.store.view(call.path("schema"), call.path("table"))
+
+
+def _version(call: Call) -> str:
+    call.entry.version = check_version(call.query("version"))
+    return call.entry.version
+
+
+def _write_mode(mode: Any) -> None:
+    if mode not in (None, "", "MERGE"):
+        raise InvalidParameter(f"write_mode {str(mode)[:40]!r}: this fake knows MERGE only")
+
+
+async def _write(call: Call, spec: ViewSpec, batch: pa.RecordBatch, version: str, ts: int) -> Reply:
+    entry, store = call.entry, call.state.store
+    entry.rows, entry.version, entry.ts, entry.fate = batch.num_rows, version, ts, "no"
+
+    def effect() -> int:
+        failed = min(call.rows_failed, batch.num_rows)
+        kept = batch.slice(0, batch.num_rows - failed)
+        if failed:
+            # The whole batch must be valid: a partial failure is the store's, not the client's.
+            store.check_write(spec.project, spec.name, batch, version=version, ts=ts)
+        if kept.num_rows or not failed:
+            store.write(
+                spec.project, spec.name, kept, version=version, ts=ts, client=entry.client, request_id=entry.request_id
+            )
+        entry.rows_applied = kept.num_rows
+        entry.fate = "yes" if not failed else "partly" if kept.num_rows else "no"
+        return failed
+
+    failed = await call.commit(effect)
+    if failed:
+        entry.code = "PartialFailure"
+        message = f"the last {failed} of {batch.num_rows} rows were not applied"
+        body = {"Code": entry.code, "Message": message, "RowsWritten": entry.rows_applied, "RowsFailed": failed}
+        return Reply(body, status=207)
+    return Reply({"RowsWritten": batch.num_rows, "RowsFailed": 0})
+
+
+async def write_arrow(call: Call) -> Reply:
+    spec = _table(call)
+    version = _version(call)
+    ts = call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX)
+    _write_mode(call.query("write_mode"))
+    return await _write(call, spec, wire.read_arrow(call.body), version, ts)
+
+
+async def write_json(call: Call) -> Reply:
+    spec = _table(call)
+    body = call.json()
+    version = body.get("version", call.query("version"))
+    ts = body.get("ts", call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX))
+    if type(ts) is not int or not 1 <= ts <= TS_MAX:
+        raise InvalidParameter("ts: want a positive int64 number of milliseconds")
+    if not isinstance(version, str):
+        raise InvalidVersion("version is absent: name the version to write to")
+    _write_mode(body.get("write_mode"))
+    batch = wire.rows_to_batch(body.get("content"), spec)
+    return await _write(call, spec, batch, check_version(version), ts)
+
+
+async def lookup_arrow(call: Call) -> Reply:
+    spec = _table(call)
+    version = _version(call)
+    request = wire.read_arrow(call.body)
+    if sorted(request.schema.names) != ["pk", "sk"]:
+        raise SchemaMismatch(f"columns {request.schema.names}, want pk and sk")
+    call.entry.rows = request.num_rows
+
+    def effect() -> pa.Table:
+        return call.state.store.lookup(spec.project, spec.name, version, request.column("pk"), request.column("sk"))
+
+    table = await call.commit(effect)
+    return Reply(wire.arrow_chunks(table.schema, iter(table.to_batches())), wire.ARROW_STREAM)
+
+
+async def create_snapshot(call: Call) -> Reply:
+    spec = _table(call)
+    version = _version(call)
+
+    def effect() -> dict[str, Any]:
+        snapshot = call.state.store.snapshot(spec.project, spec.name, version)
+        snapshot_id = call.state.keep_snapshot(spec.project, spec.name, snapshot)
+        return {"data": {"snapshot_id": snapshot_id, "ts": snapshot.ts}}
+
+    return Reply(await call.commit(effect))
+
+
+async def scan_snapshot(call: Call) -> Reply:
+    spec = _table(call)
+    snapshot = await call.commit(lambda: call.state.snapshot(spec.project, spec.name, call.path("snapshot")))
+    call.entry.rows = snapshot.rows
+    return Reply(wire.arrow_chunks(snapshot.schema, snapshot.batches()), wire.ARROW_STREAM)
+
+
+async def iterate_changes(call: Call) -> Reply:
+    spec = _table(call)
+    version = _version(call)
+    cursor = call.query_int("ts", 0, 0, TS_MAX)
+    table, next_ts = await call.commit(lambda: call.state.store.changes(spec.project, spec.name, version, cursor))
+    call.entry.rows = table.num_rows
+    chunks = wire.arrow_chunks(table.schema, iter(table.to_batches()))
+    return Reply(chunks, wire.ARROW_STREAM, headers={"Next-Ts": str(next_ts)})
+
+
+async def health(call: Call) -> Reply:
+    return Reply(await call.commit(lambda: {"status": "ok"}))
+
+
+# Admin (ours; loopback only)
+
+
+async def admin_reset(call: Call) -> Reply:
+    call.state.reset()
+    return Reply({})
+
+
+async def admin_set_faults(call: Call) -> Reply:
+    try:
+        faults = msgspec.json.decode(call.body, type=list[AnyFault])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidParameter(f"faults: {error}") from None
+    with call.state.lock:
+        call.state.faults.set(faults)
+    return Reply({"Count": len(faults)})
+
+
+async def admin_get_faults(call: Call) -> Reply:
+    with call.state.lock:
+        return Reply({"Faults": msgspec.to_builtins(call.state.faults.fired())})
+
+
+async def admin_requests(call: Call) -> Reply:
+    since = call.query_int("since", 0, 0, TS_MAX)
+    with call.state.lock:
+        rows = [msgspec.to_builtins(entry) for entry in call.state.requests if entry.seq >= since]
+    return Reply({"Requests": rows})
+
+
+async def admin_log(call: Call) -> Reply:
+    project, view = call.query("project"), call.query("view")
+    if not project or not view:
+        raise InvalidParameter("log: want the parameters project and view")
+    table = call.state.store.log(project, view)
+    return Reply(wire.arrow_chunks(table.schema, iter(table.to_batches())), wire.ARROW_STREAM)

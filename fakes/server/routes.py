@@ -1,0 +1,219 @@
+"""Which path runs which handler, and what surrounds every handler: limits, login, log entry, errors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from aiohttp import hdrs, web
+
+from ..errors import (
+    BodyTooLarge,
+    FakeError,
+    Injected,
+    MalformedBody,
+    MethodNotAllowed,
+    RequestTimeout,
+    RouteNotFound,
+)
+from . import handlers, wire
+from .handlers import Broken, Call, Reply
+from .state import RequestEntry, ServerState, check_loopback
+
+log = logging.getLogger(__name__)
+
+STATE: Final = web.AppKey("state", ServerState)
+LIMITS: Final = web.AppKey("limits", dict)
+
+BODY_BYTES_MAX: Final = 64 * 2**20  # data plane
+CONTROL_BYTES_MAX: Final = 2**20
+BODY_TIMEOUT_S: Final = 30.0
+
+Handler = Callable[[Call], Awaitable[Reply]]
+
+_I: Final = "/api/v1/instances"
+_T: Final = "/api/v1/tables/{db}/{schema}/{table}"
+
+# (method, path, route name, handler). The group of a route is the block it stands in; faults match name or group.
+CONTROL: Final = (
+    ("GET", _I, "list_instances", handlers.list_instances),
+    ("GET", _I + "/{instance}/projects", "list_projects", handlers.list_projects),
+    ("POST", _I + "/{instance}/projects", "create_project", handlers.create_project),
+    ("GET", _I + "/{instance}/projects/{project}", "get_project", handlers.get_project),
+    (
+        "GET",
+        _I + "/{instance}/projects/{project}/featureentities/{entity}",
+        "get_project_entity",
+        handlers.get_project_entity,
+    ),
+    ("GET", _I + "/{instance}/featureentities", "list_entities", handlers.list_entities),
+    ("POST", _I + "/{instance}/featureentities", "create_entity", handlers.create_entity),
+    ("GET", _I + "/{instance}/featureentities/{entity}", "get_entity", handlers.get_entity),
+    ("DELETE", _I + "/{instance}/featureentities/{entity}", "delete_entity", handlers.delete_entity),
+    ("GET", _I + "/{instance}/featureviews", "list_views", handlers.list_views),
+    ("POST", _I + "/{instance}/featureviews", "create_view", handlers.create_view),
+    ("GET", _I + "/{instance}/featureviews/{view}", "get_view", handlers.get_view),
+    ("PUT", _I + "/{instance}/featureviews/{view}", "update_view", handlers.update_view),
+    ("DELETE", _I + "/{instance}/featureviews/{view}", "delete_view", handlers.delete_view),
+    ("GET", _I + "/{instance}/datasources", "list_datasources", handlers.list_datasources),
+    ("GET", _I + "/{instance}/datasources/{datasource}", "get_datasource", handlers.get_datasource),
+)
+WRITE: Final = (
+    ("POST", _T + "/write", "write_json", handlers.write_json),
+    ("POST", _T + "/write_arrow", "write_arrow", handlers.write_arrow),
+)
+LOOKUP: Final = (("POST", _T + "/lookup_arrow", "lookup_arrow", handlers.lookup_arrow),)
+SCAN: Final = (
+    ("POST", _T + "/snapshots", "create_snapshot", handlers.create_snapshot),
+    ("GET", _T + "/snapshots/{snapshot}/scan", "scan_snapshot", handlers.scan_snapshot),
+)
+CHANGES: Final = (("GET", _T + "/iterate_get_kv", "iterate_changes", handlers.iterate_changes),)
+HEALTH: Final = (("GET", "/health", "health", handlers.health),)
+ADMIN: Final = (
+    ("POST", "/_admin/reset", "admin_reset", handlers.admin_reset),
+    ("PUT", "/_admin/faults", "admin_set_faults", handlers.admin_set_faults),
+    ("GET", "/_admin/faults", "admin_get_faults", handlers.admin_get_faults),
+    ("GET", "/_admin/requests", "admin_requests", handlers.admin_requests),
+    ("GET", "/_admin/log", "admin_log", handlers.admin_log),
+)
+GROUPS: Final = {
+    "control": CONTROL,
+    "write": WRITE,
+    "lookup": LOOKUP,
+    "scan": SCAN,
+    "changes": CHANGES,
+    "health": HEALTH,
+    "admin": ADMIN,
+}
+
+
+def make_app(
+    state: ServerState, *, body_bytes_max: int = BODY_BYTES_MAX, body_timeout_s: float = BODY_TIMEOUT_S
+) -> web.Application:
+    """The application; ``state`` is shared with whoever embeds the server."""
+    app = web.Application(client_max_size=body_bytes_max, middlewares=[_errors_as_json])
+    app[STATE] = state
+    for group, routes in GROUPS.items():
+        for method, path, name, handler in routes:
+            bytes_max = CONTROL_BYTES_MAX if group == "control" else body_bytes_max
+            app.router.add_route(method, path, _endpoint(handler, name, group, bytes_max, body_timeout_s))
+    return app
+
+
+def _identify(state: ServerState, request: web.Request, group: str) -> str:
+    """Who asks: the FeatureDB user of the data plane, the access key of the control plane. Raises Refused errors."""
+    if group in ("health", "admin"):
+        if group == "admin":
+            check_loopback(request.remote)
+        return ""
+    if group == "control":
+        return state.check_signature(request.headers)
+    return state.login(request.headers.get("Authorization"), request.headers.get("Auth"))
+
+
+async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> bytes:
+    if request.content_length is not None and request.content_length > bytes_max:
+        raise BodyTooLarge(f"a body of {request.content_length} bytes is over this route's {bytes_max}")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.content.iter_any():
+                size += len(chunk)
+                if size > bytes_max:
+                    raise BodyTooLarge(f"the body is over this route's {bytes_max} bytes")
+                parts.append(chunk)
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
+    except (web.RequestPayloadError, ValueError) as error:
+        raise MalformedBody(f"the body cannot be read ({type(error).__name__})") from None
+    return b"".join(parts)
+
+
+def _endpoint(
+    handler: Handler, name: str, group: str, bytes_max: int, body_timeout_s: float
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def endpoint(request: web.Request) -> web.StreamResponse:
+        state = request.app[STATE]
+        entry = state.open_entry(name)
+        call = Call(state, request, entry, group)
+        try:
+            entry.client = _identify(state, request, group)
+            if group == "control" and "instance" in request.match_info:
+                state.check_instance(request.match_info["instance"])
+            call.body = await _read_body(request, bytes_max, body_timeout_s)
+            reply = await handler(call)
+            entry.status = reply.status
+            return await _send(request, entry, reply)
+        except Broken:
+            _break(request)
+            return web.Response()  # never sent: the transport is gone
+        except FakeError as error:
+            return _refuse(entry, error)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            log.exception("route %s failed", name)
+            return _refuse(entry, Injected(500, f"{type(error).__name__} in route {name}"))
+        finally:
+            if group != "admin":
+                state.close_entry(entry)
+
+    return endpoint
+
+
+async def _send(request: web.Request, entry: RequestEntry, reply: Reply) -> web.StreamResponse:
+    headers = {"x-acs-request-id": entry.request_id, **reply.headers}
+    if isinstance(reply.body, dict):
+        body = wire.to_json({"RequestId": entry.request_id, **reply.body})
+        return web.Response(body=body, status=reply.status, content_type=reply.content_type, headers=headers)
+    response = web.StreamResponse(status=reply.status, headers={hdrs.CONTENT_TYPE: reply.content_type, **headers})
+    await response.prepare(request)
+    for chunk in reply.body:
+        await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+def _refuse(entry: RequestEntry, error: FakeError) -> web.Response:
+    status = error.status if isinstance(error, Injected) else error.spec.status or 500
+    entry.status, entry.code = status, error.code
+    headers = {"x-acs-request-id": entry.request_id}
+    if isinstance(error, Injected) and error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:g}"
+    body = wire.to_json({"Code": error.code, "Message": str(error), "RequestId": entry.request_id})
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def _break(request: web.Request) -> None:
+    """Reset the connection: with linger 0 the kernel sends RST, so the client sees a reset and not an empty reply."""
+    transport = request.transport
+    if transport is not None:
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give aiohttp's own refusals (unknown route, wrong method) the service's error shape."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        entry = request.app[STATE].open_entry("unknown")
+        refused: FakeError = {
+            404: RouteNotFound("no such route"),
+            405: MethodNotAllowed(f"{request.method} is not for this route"),
+            413: BodyTooLarge("the body is too large"),
+        }.get(error.status) or Injected(error.status, error.reason)
+        response = _refuse(entry, refused)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        request.app[STATE].close_entry(entry)
+        return response

@@ -1,0 +1,218 @@
+"""Running the server: in a thread of this process, alone in a process, or in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Final, Self
+
+import pyarrow as pa
+from aiohttp import web
+
+from ..store import Store
+from .faults import AnyFault, FiredFault
+from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, make_app
+from .state import DEFAULT_TOKEN, RequestEntry, ServerState
+
+START_TIMEOUT_S: Final = 10.0
+STOP_TIMEOUT_S: Final = 10.0
+
+
+class PortInUse(OSError):
+    """The port is taken. Cure: stop the process that listens on it, or ask for port 0 (any free port)."""
+
+
+def wall_store() -> Store:
+    """An empty store on the host's clocks."""
+    return Store(lambda: time.time_ns() // 1_000_000, monotonic_ms=lambda: time.monotonic() * 1000)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound, listening socket. Raises PortInUse, or OSError with the host and port in its message."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(256)
+        sock.setblocking(False)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                errno.EADDRINUSE, f"port {port} on {host} is in use; choose another, or 0 for any"
+            ) from None
+        number = error.errno if isinstance(error, OSError) and error.errno else errno.EINVAL
+        raise OSError(number, f"cannot listen on {host}:{port} ({error})") from None
+    return sock
+
+
+async def _serve(state: ServerState, sock: socket.socket, body_bytes_max: int, body_timeout_s: float) -> web.AppRunner:
+    app = make_app(state, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.SockSite(runner, sock).start()
+    return runner
+
+
+def _address(sock: socket.socket) -> tuple[str, int]:
+    host, port = sock.getsockname()[:2]
+    return (f"[{host}]" if ":" in host else host), port
+
+
+class FeatureStoreServer:
+    """The server in a background thread: ``with FeatureStoreServer() as server: … server.endpoint``.
+
+    ``port`` 0 takes a free port. ``store`` may be given to share one. Raises PortInUse from ``start``.
+    """
+
+    def __init__(
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        *,
+        store: Store | None = None,
+        token: str = DEFAULT_TOKEN,
+        body_bytes_max: int = BODY_BYTES_MAX,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
+        self._host, self._want_port = host, port
+        self._limits = (body_bytes_max, body_timeout_s)
+        self.state = ServerState(store or wall_store(), token)
+        self.port = 0
+        self.endpoint = ""
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    @property
+    def store(self) -> Store:
+        return self.state.store
+
+    def start(self) -> Self:
+        """Bind and serve; returns once requests are answered."""
+        sock = _bind(self._host, self._want_port)
+        host, self.port = _address(sock)
+        self.endpoint = f"{host}:{self.port}"
+        self.state.address = f"http://{self.endpoint}"
+        ready = threading.Event()
+        failure: list[BaseException] = []
+        self._thread = threading.Thread(
+            target=self._run, args=(sock, ready, failure), name="deltaproof-feature-store", daemon=True
+        )
+        self._thread.start()
+        if not ready.wait(START_TIMEOUT_S) or failure:
+            raise RuntimeError(f"the fake Feature Store did not start on {self.endpoint}") from (failure or [None])[0]
+        return self
+
+    def _run(self, sock: socket.socket, ready: threading.Event, failure: list[BaseException]) -> None:
+        async def serve() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            runner = await _serve(self.state, sock, *self._limits)
+            ready.set()
+            await self._stop.wait()
+            await runner.cleanup()
+
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failure.append(error)
+            ready.set()
+            raise
+
+    def stop(self) -> None:
+        """Stop serving; open connections are closed. Safe to call twice."""
+        if self._thread is None or self._loop is None or self._stop is None:
+            return
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(STOP_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise RuntimeError(f"the fake Feature Store on {self.endpoint} did not stop in {STOP_TIMEOUT_S:g} s")
+        self._thread = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # What /_admin offers, without HTTP
+
+    def add_fault(self, fault: AnyFault) -> None:
+        with self.state.lock:
+            self.state.faults.add(fault)
+
+    def set_faults(self, faults: Sequence[AnyFault]) -> None:
+        with self.state.lock:
+            self.state.faults.set(faults)
+
+    def faults(self) -> list[FiredFault]:
+        with self.state.lock:
+            return self.state.faults.fired()
+
+    def requests(self) -> list[RequestEntry]:
+        with self.state.lock:
+            return list(self.state.requests)
+
+    def log(self, project: str, view: str) -> pa.Table:
+        return self.store.log(project, view)
+
+    def reset(self) -> None:
+        self.state.reset()
+
+
+def run_forever(
+    host: str,
+    port: int,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    store: Store | None = None,
+    token: str = DEFAULT_TOKEN,
+) -> None:
+    """Serve in the foreground until SIGINT or SIGTERM; ``on_ready`` gets "host:port". Raises PortInUse, OSError."""
+    sock = _bind(host, port)
+    asyncio.run(_until_stopped(sock, ServerState(store or wall_store(), token), on_ready))
+
+
+async def _until_stopped(
+    sock: socket.socket, state: ServerState, on_ready: Callable[[str], None] | None, hangup: Connection | None = None
+) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    host, port = _address(sock)
+    state.address = f"http://{host}:{port}"
+    runner = await _serve(state, sock, BODY_BYTES_MAX, BODY_TIMEOUT_S)
+    if threading.current_thread() is threading.main_thread():
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        if hangup is None:
+            loop.add_signal_handler(signal.SIGINT, stop.set)
+    if hangup is not None:
+        loop.add_reader(hangup.fileno(), stop.set)
+    try:
+        if on_ready is not None:
+            on_ready(f"{host}:{port}")
+        await stop.wait()
+    finally:
+        if hangup is not None:
+            loop.remove_reader(hangup.fileno())
+        await runner.cleanup()
+
+
+def main(port_conn: Connection) -> None:
+    """Process entry: serve on a free loopback port, send the port, exit when the connection is closed or written to.
+
+    SIGINT is ignored: Ctrl-C reaches the whole process group, and the supervisor decides when the store goes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = _bind("127.0.0.1", 0)
+    port = _address(sock)[1]
+    asyncio.run(_until_stopped(sock, ServerState(wall_store()), lambda _: port_conn.send(port), port_conn))

@@ -1,0 +1,234 @@
+"""What the server holds besides the store: ids of the control plane, snapshots, faults and the request log."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import ipaddress
+import itertools
+import json
+import re
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import (
+    AccessDenied,
+    DatasourceNotFound,
+    EntityNotFound,
+    FakeError,
+    InstanceNotFound,
+    InvalidParameter,
+    InvalidToken,
+    MissingAuthorization,
+    ProjectNotFound,
+    SnapshotNotFound,
+    ViewNotFound,
+)
+from ..store import EntitySpec, Snapshot, Store, ViewSpec
+from .faults import FaultPlan
+
+SNAPSHOTS_MAX: Final = 64
+REQUESTS_MAX: Final = 200_000
+INSTANCE_ID: Final = "featurestore-cn-deltaproof"
+WORKSPACE_ID: Final = "1"
+REGION_ID: Final = "cn-deltaproof"
+OWNER: Final = "deltaproof"
+DEFAULT_TOKEN: Final = "deltaproof-featuredb-token"
+FEATUREDB: Final = "FeatureDB"
+MAXCOMPUTE: Final = "MaxCompute"
+DATASOURCES: Final = {"1": FEATUREDB, "2": MAXCOMPUTE}
+CLIENT_HEADER: Final = "x-deltaproof-client"  # ours: names the rank on control-plane requests
+_ACS3: Final = re.compile(
+    r"ACS3-HMAC-SHA256 Credential=(?P<key>[^,\s]{1,256}),\s*SignedHeaders=[a-z0-9;-]+,\s*Signature=[0-9a-f]{64}"
+)
+_NOT_FOUND: Final[dict[str, type[FakeError]]] = {
+    "project": ProjectNotFound,
+    "entity": EntityNotFound,
+    "view": ViewNotFound,
+}
+
+
+class RequestEntry(msgspec.Struct):
+    """One request and its fate. ``t_ms``/``end_ms``: monotonic host clock. ``rows``: sent; ``rows_applied``: kept.
+
+    ``fate``: was a write applied: "yes", "partly" or "no"; None for reads. ``status`` None: no reply was sent.
+    ``fault``: index (at that time) of the fault that decided the outcome, else of the first delay, else None;
+    ``fault_ids``: all that struck.
+    """
+
+    seq: int
+    request_id: str
+    t_ms: float
+    route: str
+    client: str = ""
+    rows: int = 0
+    rows_applied: int = 0
+    version: str = ""
+    ts: int = 0
+    status: int | None = None
+    code: str = ""
+    fate: str | None = None
+    fault: int | None = None
+    fault_ids: list[str] = []
+    end_ms: float = 0.0
+
+
+class ServerState:
+    """One server's state; ``reset()`` makes it pristine. Ids are given on first sight, so views made directly on the
+    store appear in the control plane too. ``lock`` guards the fault plan and the log against other threads.
+    """
+
+    def __init__(self, store: Store, token: str = DEFAULT_TOKEN) -> None:
+        self.store = store
+        self.token = token
+        self.address = ""  # http://host:port, known once the socket is bound
+        self.lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        with self.lock:
+            self.store.reset()
+            self.faults = FaultPlan()
+            self.requests: collections.deque[RequestEntry] = collections.deque(maxlen=REQUESTS_MAX)
+            self._seq = itertools.count()
+            self._ids: dict[tuple[str, ...], str] = {}
+            self._objects: dict[tuple[str, str], tuple[str, ...]] = {}
+            self._snapshots: collections.OrderedDict[str, tuple[tuple[str, str], Snapshot]] = collections.OrderedDict()
+
+    def open_entry(self, route: str) -> RequestEntry:
+        return RequestEntry(next(self._seq), uuid.uuid4().hex, time.monotonic() * 1000, route)
+
+    def close_entry(self, entry: RequestEntry) -> None:
+        entry.end_ms = time.monotonic() * 1000
+        with self.lock:
+            self.requests.append(entry)
+
+    # Accounts. Any username with a non-empty password may log in; the datasource token must match.
+
+    def login(self, authorization: str | None, auth: str | None) -> str:
+        """The username of a data-plane request. Raises MissingAuthorization, InvalidToken, AccessDenied."""
+        if not authorization or not auth:
+            raise MissingAuthorization(
+                "the data plane wants Authorization: <datasource token> and Auth: base64(user:password)"
+            )
+        if authorization != self.token:
+            raise InvalidToken("the Authorization header is not the datasource's current token")
+        try:
+            username, colon, password = base64.b64decode(auth, validate=True).decode().partition(":")
+        except (binascii.Error, ValueError):
+            raise MissingAuthorization("the Auth header is not base64 of username:password") from None
+        if not colon or not username or not password or not username.isprintable() or len(username) > 256:
+            raise AccessDenied("the Auth header holds no username and password")
+        return username
+
+    def check_signature(self, headers: Mapping[str, str]) -> str:
+        """Who signed a control-plane request: the name in ``x-deltaproof-client`` (ours), else the access key id.
+
+        Checks the header's form only: the fake holds no secrets to verify a signature with.
+        Raises MissingAuthorization.
+        """
+        found = _ACS3.fullmatch(headers.get("Authorization", ""))
+        if found is None:
+            raise MissingAuthorization("the control plane wants Authorization: ACS3-HMAC-SHA256 Credential=…")
+        return headers.get(CLIENT_HEADER, "")[:256] or found["key"]
+
+    # Ids of the control plane
+
+    def id_of(self, *key: str) -> str:
+        """The id of ("project", name), ("entity", project, name) or ("view", project, name)."""
+        with self.lock:
+            if key not in self._ids:
+                number = str(1 + sum(1 for other in self._ids if other[0] == key[0]))
+                self._ids[key] = number
+                self._objects[key[0], number] = key
+            return self._ids[key]
+
+    def _key(self, kind: str, number: str) -> tuple[str, ...]:
+        # Objects made directly on the store get their ids here.
+        for project in self.store.projects():
+            self.id_of("project", project)
+        for entity in self.store.entities():
+            self.id_of("entity", entity.project, entity.name)
+        for view in self.store.views():
+            self.id_of("view", view.project, view.name)
+        try:
+            return self._objects[kind, number]
+        except KeyError:
+            raise _NOT_FOUND[kind](f"no {kind} with id {number[:80]!r}") from None
+
+    def project(self, project_id: str) -> str:
+        name = self._key("project", project_id)[1]
+        if name not in self.store.projects():
+            raise ProjectNotFound(f"no project with id {project_id}")
+        return name
+
+    def entity(self, entity_id: str) -> EntitySpec:
+        return self.store.entity(*self._key("entity", entity_id)[1:])
+
+    def view(self, view_id: str) -> ViewSpec:
+        return self.store.view(*self._key("view", view_id)[1:])
+
+    def check_instance(self, instance_id: str) -> None:
+        if instance_id != INSTANCE_ID:
+            raise InstanceNotFound(f"no instance {instance_id[:80]!r}")
+
+    def datasource(self, datasource_id: str) -> dict[str, Any]:
+        """One datasource as the control plane shows it. Raises DatasourceNotFound."""
+        kind = DATASOURCES.get(datasource_id)
+        if kind is None:
+            raise DatasourceNotFound(f"no datasource with id {datasource_id[:80]!r}")
+        config = {
+            "fdb_public_address": self.address,
+            "fdb_vpc_address": self.address,
+            "fdb_vpc_plk_address": self.address,
+            "token": self.token,
+        }
+        return {
+            "DatasourceId": datasource_id,
+            "Name": kind.lower(),
+            "Type": kind,
+            "Uri": kind.lower(),
+            "Config": json.dumps(config) if kind == FEATUREDB else "",
+            "WorkspaceId": WORKSPACE_ID,
+            "GmtCreateTime": "2023-06-21T00:00:00+08:00",
+            "GmtModifiedTime": "2023-06-21T00:00:00+08:00",
+        }
+
+    # Snapshots
+
+    def keep_snapshot(self, project: str, view: str, snapshot: Snapshot) -> str:
+        """Remember a snapshot and return its id; the oldest of more than ``SNAPSHOTS_MAX`` is dropped."""
+        snapshot_id = uuid.uuid4().hex
+        self._snapshots[snapshot_id] = ((project, view), snapshot)
+        while len(self._snapshots) > SNAPSHOTS_MAX:
+            self._snapshots.popitem(last=False)
+        return snapshot_id
+
+    def snapshot(self, project: str, view: str, snapshot_id: str) -> Snapshot:
+        table, snapshot = self._snapshots.get(snapshot_id, (None, None))
+        if snapshot is None or table != (project, view):
+            raise SnapshotNotFound(f"no snapshot {snapshot_id[:80]!r} of view {project}/{view}")
+        return snapshot
+
+
+def check_loopback(remote: str | None) -> None:
+    """Raise AccessDenied unless the peer address is this machine."""
+    try:
+        local = remote is not None and ipaddress.ip_address(remote.partition("%")[0]).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise AccessDenied("admin routes answer on loopback only")
+
+
+def parse_int(name: str, text: str, low: int, high: int) -> int:
+    """An integer parameter, or InvalidParameter naming it and its range."""
+    if re.fullmatch(r"-?[0-9]{1,19}", text) and low <= int(text) <= high:
+        return int(text)
+    raise InvalidParameter(f"{name} {text[:40]!r}: want an integer from {low} to {high}")

@@ -1,0 +1,715 @@
+"""The store: an append-only columnar log of writes, merged on read.
+
+A write appends one validated, immutable Arrow batch with its ts and arrival number. Per version and embedding_name
+the rows are also kept as sorted runs (keys, ts, arrival, values), merged lazily and geometrically, so that a write
+costs O(rows), a lookup O(log rows), and nothing is done row by row in Python.
+
+Semantics (DESIGN.md, "store.py"): MERGE only; the greatest ts of a (version, pk, sk) wins; with equal ts the later
+arrival, and inside one batch the later row; versions are isolated; a row is hidden once ``ttl_s`` have passed on the
+store's clock since it was written (a hidden row still outranks a write with a smaller ts: expiry never revives an
+older value, and so does not depend on when runs are merged).
+
+No sockets, no threads; clocks are injected. A plain lock makes it safe to share with a server thread.
+"""
+
+from __future__ import annotations
+
+import _thread
+import bisect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from .errors import (
+    AlreadyExists,
+    DimensionMismatch,
+    EntityNotFound,
+    InUse,
+    InvalidParameter,
+    InvalidTimestamp,
+    InvalidVersion,
+    NonFiniteValue,
+    ProjectNotFound,
+    ReservedKey,
+    SchemaMismatch,
+    ViewNotFound,
+)
+
+Int64Array = npt.NDArray[np.int64]
+ValueType = Literal["float32", "uint8"]
+
+DEFAULT_PROJECT: Final = "deltaproof"
+RESERVED_KEY: Final = -1
+SCAN_ROWS_MAX: Final = 65_536  # rows per batch of a scan, and pending rows before a write merges them itself
+NAME_LENGTH_MAX: Final = 256
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_ARROW_TYPES: Final[dict[str, pa.DataType]] = {"float32": pa.float32(), "uint8": pa.uint8()}
+
+
+def check_name(what: str, name: object) -> str:
+    """Return ``name`` if it is a plain identifier (letters, digits, ``_ . -``), else raise InvalidParameter."""
+    if not isinstance(name, str) or len(name) > NAME_LENGTH_MAX or not _NAME.fullmatch(name):
+        shown = repr(name)[:80]
+        raise InvalidParameter(f"{what} {shown}: want 1 to {NAME_LENGTH_MAX} letters, digits, '_', '.' or '-'")
+    return name
+
+
+def check_version(version: object) -> str:
+    """Return ``version`` if it is a printable, non-empty string of at most 256 characters, else InvalidVersion."""
+    if not isinstance(version, str) or not version.strip():
+        raise InvalidVersion("version is absent or empty: name the version to write to or read from")
+    if len(version) > NAME_LENGTH_MAX or not version.isprintable():
+        raise InvalidVersion(f"version {version[:80]!r}: want at most {NAME_LENGTH_MAX} printable characters")
+    return version
+
+
+class EntitySpec(msgspec.Struct, frozen=True):
+    """A feature entity of a project: the thing that ``join_id`` identifies."""
+
+    project: str
+    name: str
+    join_id: str
+    parent: str = ""
+
+    def check(self) -> None:
+        check_name("project", self.project)
+        check_name("entity", self.name)
+        check_name("join id", self.join_id)
+
+
+class ViewSpec(msgspec.Struct, frozen=True):
+    """A DynamicEmbedding view. ``pk``, ``sk`` and ``value`` name its fields; ``ttl_s`` 0 means rows never expire."""
+
+    project: str
+    name: str
+    entity: str
+    pk: str = "embedding_name"
+    sk: str = "key_id"
+    value: str = "embedding"
+    value_type: ValueType = "float32"
+    ttl_s: int = 1_296_000
+    shard_count: int = 20
+    replication_count: int = 1
+
+    def check(self) -> None:
+        """Raise InvalidParameter if a setting is outside what PROTOCOL.md allows."""
+        check_name("project", self.project)
+        check_name("view", self.name)
+        check_name("entity", self.entity)
+        for field in (self.pk, self.sk, self.value):
+            check_name("field", field)
+        if len({self.pk, self.sk, self.value}) != 3:
+            raise InvalidParameter(f"view {self.name}: pk, sk and value need three different field names")
+        if self.value_type not in _ARROW_TYPES:
+            raise InvalidParameter(f"view {self.name}: value type {self.value_type!r}, want float32 or uint8")
+        for what, number, low, high in (
+            ("ttl_s", self.ttl_s, 0, 2**40),
+            ("shard_count", self.shard_count, 1, 20),
+            ("replication_count", self.replication_count, 1, 3),
+        ):
+            if type(number) is not int or not low <= number <= high:
+                raise InvalidParameter(f"view {self.name}: {what} {number!r}, want {low} to {high}")
+
+
+class WriteResult(NamedTuple):
+    """``rows`` appended and the ``arrival`` number of the write, unique and increasing over the whole store."""
+
+    rows: int
+    arrival: int
+
+
+class _Run(NamedTuple):
+    """Rows of one (version, pk), each key once, sorted by key. Immutable."""
+
+    keys: Int64Array
+    ts: Int64Array
+    arrival: Int64Array
+    values: npt.NDArray[Any]  # (rows, dim)
+
+
+class _Pending(NamedTuple):
+    """One write's rows of one (version, pk), as they came."""
+
+    keys: Int64Array
+    ts: int
+    arrival: int
+    values: npt.NDArray[Any]
+
+
+class _Entry(NamedTuple):
+    """One write as logged."""
+
+    arrival: int
+    t_ms: float
+    version: str
+    ts: int
+    batch: pa.RecordBatch
+    client: str
+    request_id: str
+
+
+def _newest(keys: Int64Array, ts: Int64Array, arrival: Int64Array, values: npt.NDArray[Any]) -> _Run:
+    """Keep the winner of each key. Rows must come in arrival order: lexsort is stable, so the last of a key wins."""
+    order = np.lexsort((ts, keys))
+    sorted_keys = keys[order]
+    last = np.empty(len(order), dtype=bool)
+    last[-1:] = True
+    np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=last[:-1])
+    winners = order[last]
+    return _Run(sorted_keys[last], ts[winners], arrival[winners], values[winners])
+
+
+class _Rows:
+    """All rows of one (version, pk): runs in arrival order, the later ones smaller, plus unsorted pending writes."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self._runs: list[_Run] = []
+        self._pending: list[_Pending] = []
+        self._pending_rows = 0
+
+    def append(self, write: _Pending) -> None:
+        self._pending.append(write)
+        self._pending_rows += len(write.keys)
+        if self._pending_rows >= SCAN_ROWS_MAX:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Turn pending writes into a run, then merge neighbours until sizes fall by half or more from run to run."""
+        if not self._pending:
+            return
+        counts = [len(write.keys) for write in self._pending]
+        self._runs.append(
+            _newest(
+                np.concatenate([write.keys for write in self._pending]),
+                np.repeat(np.array([write.ts for write in self._pending], dtype=np.int64), counts),
+                np.repeat(np.array([write.arrival for write in self._pending], dtype=np.int64), counts),
+                np.concatenate([write.values for write in self._pending]),
+            )
+        )
+        self._pending, self._pending_rows = [], 0
+        while len(self._runs) > 1 and 2 * len(self._runs[-1].keys) > len(self._runs[-2].keys):
+            self._merge_last(2)
+
+    def _merge_last(self, count: int) -> None:
+        merged = _newest(*(np.concatenate(parts) for parts in zip(*self._runs[-count:], strict=True)))
+        self._runs[-count:] = [merged]
+
+    def whole(self) -> _Run:
+        """Everything as one run; afterwards no superseded row is held here."""
+        self._settle()
+        if len(self._runs) > 1:
+            self._merge_last(len(self._runs))
+        return self._runs[0]
+
+    def find(self, keys: Int64Array) -> tuple[npt.NDArray[np.bool_], Int64Array, Int64Array, npt.NDArray[Any]]:
+        """(found, ts, arrival, values) of ``keys``, each of their length; undefined where not found."""
+        self._settle()
+        dtype = self._runs[0].values.dtype
+        found = np.zeros(len(keys), dtype=bool)
+        ts = np.full(len(keys), np.iinfo(np.int64).min)
+        arrival = np.zeros(len(keys), dtype=np.int64)
+        values = np.zeros((len(keys), self.dim), dtype=dtype)
+        for run in self._runs:
+            at = np.minimum(np.searchsorted(run.keys, keys), len(run.keys) - 1)
+            # >=: with equal ts the later run wins, since it holds the later arrivals.
+            better = np.flatnonzero((run.keys[at] == keys) & (run.ts[at] >= ts))
+            source = at[better]
+            found[better] = True
+            ts[better], arrival[better], values[better] = run.ts[source], run.arrival[source], run.values[source]
+        return found, ts, arrival, values
+
+
+class _View:
+    def __init__(self, spec: ViewSpec) -> None:
+        self.spec = spec
+        self.entries: list[_Entry] = []
+        self.versions: dict[str, dict[str, _Rows]] = {}
+        self.high_water: dict[str, int] = {}
+
+
+class Snapshot(NamedTuple):
+    """A consistent image of one version. ``ts`` is its high-water mark; ``batches()`` yields READ schema batches."""
+
+    ts: int
+    rows: int
+    schema: pa.Schema
+    parts: tuple[tuple[str, _Run], ...]
+
+    def batches(self, rows_max: int = SCAN_ROWS_MAX) -> Iterator[pa.RecordBatch]:
+        """Batches of at most ``rows_max`` rows, ordered by pk then sk."""
+        for pk, run in self.parts:
+            for start in range(0, len(run.keys), rows_max):
+                cut = slice(start, start + rows_max)
+                yield _read_batch(self.schema, pk, run.keys[cut], run.values[cut], run.ts[cut])
+
+    def table(self) -> pa.Table:
+        """The whole snapshot as one table."""
+        return pa.Table.from_batches(self.batches(), schema=self.schema)
+
+
+def write_schema(value_type: ValueType) -> pa.Schema:
+    """Columns of a write: ``pk string, sk int64, embedding list<value_type>``."""
+    return pa.schema(
+        [("pk", pa.string()), ("sk", pa.int64()), ("embedding", pa.list_(_ARROW_TYPES[value_type]))],
+    )
+
+
+def read_schema(value_type: ValueType) -> pa.Schema:
+    """Columns of every read: ``pk string, sk int64, embedding list<value_type>, ts int64``."""
+    return write_schema(value_type).append(pa.field("ts", pa.int64()))
+
+
+def log_schema(value_type: ValueType) -> pa.Schema:
+    """Columns of ``Store.log``."""
+    value = pa.list_(_ARROW_TYPES[value_type])
+    return pa.schema(
+        [
+            ("arrival", pa.int64()),
+            ("t_ms", pa.float64()),
+            ("version", pa.string()),
+            ("pk", pa.string()),
+            ("sk", pa.int64()),
+            ("ts", pa.int64()),
+            ("embedding", value),
+            ("client", pa.string()),
+            ("request_id", pa.string()),
+        ]
+    )
+
+
+def _list_array(flat: npt.NDArray[Any], offsets: npt.NDArray[np.int32]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _read_batch(
+    schema: pa.Schema, pk: str, keys: Int64Array, values: npt.NDArray[Any], ts: Int64Array
+) -> pa.RecordBatch:
+    rows, dim = values.shape
+    offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(dim)
+    columns = [pa.repeat(pk, rows), pa.array(keys), _list_array(values.reshape(-1), offsets), pa.array(ts)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _first_row(mask: npt.NDArray[np.bool_]) -> int:
+    return int(np.argmax(mask))
+
+
+class _Batch(NamedTuple):
+    """A checked write, grouped by pk: ``groups`` are (pk, row numbers, dim)."""
+
+    batch: pa.RecordBatch
+    keys: Int64Array
+    flat: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int32]
+    groups: list[tuple[str, npt.NDArray[np.intp], int]]
+
+    def values(self, rows: npt.NDArray[np.intp], dim: int) -> npt.NDArray[Any]:
+        """The (rows, dim) matrix of some rows, all of length dim; a view when they are the whole batch."""
+        if len(rows) == len(self.keys):
+            return self.flat.reshape(len(rows), dim)
+        return self.flat[self.offsets[rows][:, None] + np.arange(dim)]
+
+
+def _column(batch: pa.RecordBatch, name: str, want: pa.DataType, where: str) -> Any:
+    column = batch.column(name)
+    if column.type != want:
+        raise SchemaMismatch(f"{where}: column {name} is {column.type}, want {want}")
+    if column.null_count:
+        row = _first_row(np.asarray(column.is_null()))
+        raise SchemaMismatch(f"{where}: column {name} is null in row {row} (and {column.null_count - 1} others)")
+    return column
+
+
+def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
+    """Check a write against the view: columns, types, nulls, reserved key, finite values, one length per pk.
+
+    Raises SchemaMismatch, ReservedKey, NonFiniteValue or DimensionMismatch naming the view, table and key.
+    """
+    where = f"view {spec.project}/{spec.name}"
+    if isinstance(batch, pa.Table):
+        merged = batch.combine_chunks().to_batches()
+        batch = merged[0] if merged else pa.RecordBatch.from_pylist([], schema=batch.schema)
+    want = write_schema(spec.value_type)
+    if sorted(batch.schema.names) != sorted(want.names):
+        raise SchemaMismatch(f"{where}: columns {batch.schema.names}, want {want.names}")
+    batch = batch.select(want.names)
+    pk = _column(batch, "pk", want.field("pk").type, where)
+    sk = _column(batch, "sk", want.field("sk").type, where)
+    column = batch.column("embedding")
+    if not pa.types.is_list(column.type) or column.type.value_type != _ARROW_TYPES[spec.value_type]:
+        raise SchemaMismatch(f"{where}: column embedding is {column.type}, want {want.field('embedding').type}")
+    embedding = _column(batch, "embedding", column.type, where)
+    if embedding.flatten().null_count:
+        raise SchemaMismatch(f"{where}: column embedding holds null elements")
+    keys = sk.to_numpy()
+    reserved = keys == RESERVED_KEY
+    if reserved.any():
+        row = _first_row(reserved)
+        raise ReservedKey(f"{where}, table {pk[row]}: key {RESERVED_KEY} is reserved (row {row} of the batch)")
+    offsets = embedding.offsets.to_numpy()
+    flat = embedding.values.to_numpy()[offsets[0] : offsets[-1]]
+    offsets = offsets - offsets[0]
+    if spec.value_type == "float32":
+        finite = np.isfinite(flat)
+        if not finite.all():
+            row = int(np.searchsorted(offsets, _first_row(~finite), side="right")) - 1
+            raise NonFiniteValue(f"{where}, table {pk[row]}, key {keys[row]}: the embedding holds NaN or infinity")
+    return _Batch(batch, keys, flat, offsets, _group(where, pk, keys, np.diff(offsets)))
+
+
+def _group(
+    where: str, pk: pa.StringArray, keys: Int64Array, lengths: npt.NDArray[np.int32]
+) -> list[tuple[str, npt.NDArray[np.intp], int]]:
+    encoded = pk.dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    codes = encoded.indices.to_numpy()
+    order = np.argsort(codes, kind="stable")  # stable: the later row of a key stays the later one
+    starts = np.searchsorted(codes[order], np.arange(len(names) + 1))
+    groups = []
+    for number, name in enumerate(names):
+        rows = order[starts[number] : starts[number + 1]]
+        dim = int(lengths[rows[0]])
+        other = lengths[rows] != dim
+        if not name or len(name) > 4 * NAME_LENGTH_MAX:
+            raise SchemaMismatch(f"{where}: embedding name {name[:80]!r} is empty or too long")
+        if dim == 0 or other.any():
+            row = rows[_first_row(other)]
+            raise DimensionMismatch(
+                f"{where}, table {name}, key {keys[row]}: embedding of length {lengths[row]}, want "
+                + ("at least 1" if dim == 0 else f"{dim} as in the batch's first row of that table")
+            )
+        groups.append((name, rows, dim))
+    return groups
+
+
+class Store:
+    """The whole store: projects, entities, views and their rows.
+
+    ``now_ms`` is the store's wall clock in ms (TTL, default ts); ``monotonic_ms`` stamps the log (default: now_ms, so
+    that a virtual clock is the only clock). ``projects`` exist from the start. ``history=False`` lets ``compact``
+    drop superseded writes from the log, so that memory follows the live rows; the properties need the history.
+    """
+
+    def __init__(
+        self,
+        now_ms: Callable[[], int],
+        *,
+        monotonic_ms: Callable[[], float] | None = None,
+        projects: Sequence[str] = (DEFAULT_PROJECT,),
+        history: bool = True,
+    ) -> None:
+        self.now_ms = now_ms
+        self._monotonic_ms = monotonic_ms or now_ms
+        self._first_projects = tuple(projects)
+        self._history = history
+        self._lock = _thread.RLock()  # not threading.RLock: a simulator replaces that one with a scheduling point
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the state right after construction."""
+        with self._lock:
+            self._created_ms: dict[tuple[str, ...], int] = {}
+            self._entities: dict[tuple[str, str], EntitySpec] = {}
+            self._views: dict[tuple[str, str], _View] = {}
+            self._arrivals = 0
+            self._written_ms: list[int] = []  # by arrival; never falls, so that one bisect answers TTL
+            for name in self._first_projects:
+                self.create_project(name)
+
+    # Catalogue
+
+    def create_project(self, name: str) -> None:
+        """Raises InvalidParameter, AlreadyExists."""
+        check_name("project", name)
+        with self._lock:
+            if ("project", name) in self._created_ms:
+                raise AlreadyExists(f"project {name} exists")
+            self._created_ms["project", name] = self.now_ms()
+
+    def projects(self) -> list[str]:
+        with self._lock:
+            return [key[1] for key in self._created_ms if key[0] == "project"]
+
+    def _need_project(self, name: str) -> None:
+        if ("project", name) not in self._created_ms:
+            raise ProjectNotFound(f"no project {name!r}")
+
+    def create_entity(self, spec: EntitySpec) -> None:
+        """Raises InvalidParameter, ProjectNotFound, EntityNotFound (unknown parent), AlreadyExists."""
+        spec.check()
+        with self._lock:
+            self._need_project(spec.project)
+            if spec.parent:
+                self.entity(spec.project, spec.parent)
+            if (spec.project, spec.name) in self._entities:
+                raise AlreadyExists(f"entity {spec.name} exists in project {spec.project}")
+            self._entities[spec.project, spec.name] = spec
+            self._created_ms["entity", spec.project, spec.name] = self.now_ms()
+
+    def entity(self, project: str, name: str) -> EntitySpec:
+        """Raises EntityNotFound."""
+        with self._lock:
+            try:
+                return self._entities[project, name]
+            except KeyError:
+                raise EntityNotFound(f"no entity {name!r} in project {project!r}") from None
+
+    def entities(self, project: str | None = None) -> list[EntitySpec]:
+        with self._lock:
+            return [spec for spec in self._entities.values() if project in (None, spec.project)]
+
+    def drop_entity(self, project: str, name: str) -> None:
+        """Raises EntityNotFound, InUse."""
+        with self._lock:
+            self.entity(project, name)
+            users = [view.spec.name for view in self._views.values() if view.spec.entity == name]
+            if users:
+                raise InUse(f"entity {name} of project {project} is used by view {users[0]}")
+            del self._entities[project, name]
+            del self._created_ms["entity", project, name]
+
+    def create_view(self, spec: ViewSpec) -> None:
+        """Create the view, and its project and entity when they are missing. Raises InvalidParameter, AlreadyExists."""
+        spec.check()
+        with self._lock:
+            if ("project", spec.project) not in self._created_ms:
+                self.create_project(spec.project)
+            if (spec.project, spec.entity) not in self._entities:
+                self.create_entity(EntitySpec(spec.project, spec.entity, f"{spec.entity}_id"))
+            if (spec.project, spec.name) in self._views:
+                raise AlreadyExists(f"view {spec.name} exists in project {spec.project}")
+            self._views[spec.project, spec.name] = _View(spec)
+            self._created_ms["view", spec.project, spec.name] = self.now_ms()
+
+    def view(self, project: str, name: str) -> ViewSpec:
+        """Raises ViewNotFound."""
+        with self._lock:
+            return self._view(project, name).spec
+
+    def views(self, project: str | None = None) -> list[ViewSpec]:
+        with self._lock:
+            return [view.spec for view in self._views.values() if project in (None, view.spec.project)]
+
+    def drop_view(self, project: str, name: str) -> None:
+        """Raises ViewNotFound. The rows and the log of the view go with it."""
+        with self._lock:
+            self._view(project, name)
+            del self._views[project, name]
+            del self._created_ms["view", project, name]
+
+    def created_ms(self, *key: str) -> int:
+        """When ("project", name), ("entity", project, name) or ("view", project, name) was created."""
+        return self._created_ms[key]
+
+    def _view(self, project: str, name: str) -> _View:
+        try:
+            return self._views[project, name]
+        except KeyError:
+            raise ViewNotFound(f"no view {name!r} in project {project!r}") from None
+
+    # Writing
+
+    def write(
+        self,
+        project: str,
+        view: str,
+        batch: pa.RecordBatch | pa.Table,
+        *,
+        version: str,
+        ts: int,
+        client: str = "",
+        request_id: str = "",
+    ) -> WriteResult:
+        """Append a batch (columns of ``write_schema``), all rows under one ``ts`` (ms). All or nothing.
+
+        Raises ViewNotFound, InvalidVersion, InvalidTimestamp, SchemaMismatch, ReservedKey, NonFiniteValue,
+        DimensionMismatch. The store keeps references to the batch's buffers: hand it memory that nobody changes.
+        """
+        with self._lock:
+            target = self._view(project, view)
+            checked = self._check_write(target, batch, version, ts)
+            arrival = self._arrivals
+            self._arrivals += 1
+            self._written_ms.append(max(self.now_ms(), self._written_ms[-1] if self._written_ms else 0))
+            if not checked.batch.num_rows:
+                return WriteResult(0, arrival)
+            tables = target.versions.setdefault(version, {})
+            for pk, rows, dim in checked.groups:
+                if pk not in tables:
+                    tables[pk] = _Rows(dim)
+                tables[pk].append(_Pending(checked.keys[rows], ts, arrival, checked.values(rows, dim)))
+            target.high_water[version] = max(ts, target.high_water.get(version, 0))
+            target.entries.append(
+                _Entry(arrival, self._monotonic_ms(), version, ts, checked.batch, client, request_id),
+            )
+            return WriteResult(checked.batch.num_rows, arrival)
+
+    def check_write(self, project: str, view: str, batch: pa.RecordBatch | pa.Table, *, version: str, ts: int) -> None:
+        """Raise what ``write`` would raise, and change nothing."""
+        with self._lock:
+            self._check_write(self._view(project, view), batch, version, ts)
+
+    def _check_write(self, target: _View, batch: pa.RecordBatch | pa.Table, version: str, ts: int) -> _Batch:
+        check_version(version)
+        if type(ts) is not int or not 0 < ts < 2**63:
+            raise InvalidTimestamp(f"ts {ts!r}: want a positive int64 number of milliseconds")
+        checked = check_batch(target.spec, batch)
+        tables = target.versions.get(version, {})
+        for pk, rows, dim in checked.groups:
+            if pk in tables and tables[pk].dim != dim:
+                raise DimensionMismatch(
+                    f"view {target.spec.project}/{target.spec.name}, version {version}, table {pk}, "
+                    f"key {checked.keys[rows[0]]}: embedding of length {dim}, want {tables[pk].dim} as first written"
+                )
+        return checked
+
+    # Reading
+
+    def _expired_before(self, spec: ViewSpec) -> int:
+        """Rows of arrivals below this number are past the view's TTL now."""
+        if not spec.ttl_s:
+            return 0
+        return bisect.bisect_right(self._written_ms, self.now_ms() - 1000 * spec.ttl_s)
+
+    def lookup(
+        self, project: str, view: str, version: str, pk: pa.StringArray | Sequence[str], sk: Int64Array | pa.Int64Array
+    ) -> pa.Table:
+        """Rows of ``zip(pk, sk)`` that exist, in request order, as a ``read_schema`` table.
+
+        Raises ViewNotFound, InvalidVersion, SchemaMismatch (wrong types, nulls or unequal lengths).
+        """
+        check_version(version)
+        with self._lock:
+            target = self._view(project, view)
+            names, codes, keys = _lookup_request(pk, sk)
+            schema = read_schema(target.spec.value_type)
+            expired_before = self._expired_before(target.spec)
+            tables = target.versions.get(version, {})
+            hits: list[tuple[npt.NDArray[np.intp], Int64Array, npt.NDArray[Any]]] = []
+            for number, name in enumerate(names):
+                if name not in tables:
+                    continue
+                rows = np.flatnonzero(codes == number)
+                found, ts, arrival, values = tables[name].find(keys[rows])
+                found &= arrival >= expired_before
+                hits.append((rows[found], ts[found], values[found]))
+        if not any(len(rows) for rows, _, _ in hits):
+            return schema.empty_table()
+        where = np.concatenate([rows for rows, _, _ in hits])
+        order = np.argsort(where)
+        flat, offsets = _interleave([values for _, _, values in hits], order)
+        rows = where[order]
+        columns = [
+            pa.DictionaryArray.from_arrays(pa.array(codes[rows]), pa.array(names, pa.string())).cast(pa.string()),
+            pa.array(keys[rows]),
+            _list_array(flat, offsets),
+            pa.array(np.concatenate([ts for _, ts, _ in hits])[order]),
+        ]
+        return pa.Table.from_arrays(columns, schema=schema)
+
+    def snapshot(self, project: str, view: str, version: str, *, after_ts: int = 0) -> Snapshot:
+        """A consistent image of a version (rows with ts above ``after_ts``), unaffected by later writes."""
+        check_version(version)
+        with self._lock:
+            target = self._view(project, view)
+            expired_before = self._expired_before(target.spec)
+            parts = []
+            for pk, rows in sorted(target.versions.get(version, {}).items()):
+                run = rows.whole()
+                if expired_before or after_ts:
+                    keep = (run.arrival >= expired_before) & (run.ts > after_ts)
+                    run = run if keep.all() else _Run(*(column[keep] for column in run))
+                if len(run.keys):
+                    parts.append((pk, run))
+            high_water = target.high_water.get(version, 0)
+        rows_total = sum(len(run.keys) for _, run in parts)
+        return Snapshot(high_water, rows_total, read_schema(target.spec.value_type), tuple(parts))
+
+    def scan(self, project: str, view: str, version: str) -> Iterator[pa.RecordBatch]:
+        """All rows of a version now, as ``read_schema`` batches ordered by pk then sk."""
+        return self.snapshot(project, view, version).batches()
+
+    def changes(self, project: str, view: str, version: str, cursor_ts: int) -> tuple[pa.Table, int]:
+        """(rows whose current ts is above ``cursor_ts``, the cursor for the next call). A cursor never falls."""
+        snapshot = self.snapshot(project, view, version, after_ts=cursor_ts)
+        return snapshot.table(), max(cursor_ts, snapshot.ts)
+
+    def high_water_ts(self, project: str, view: str, version: str) -> int:
+        """The greatest ts ever written to the version; 0 when it is empty."""
+        check_version(version)
+        with self._lock:
+            return self._view(project, view).high_water.get(version, 0)
+
+    def versions(self, project: str, view: str) -> list[str]:
+        """Versions that hold rows, in order of their first write."""
+        with self._lock:
+            return list(self._view(project, view).versions)
+
+    def log(self, project: str, view: str) -> pa.Table:
+        """Every row ever written to the view, superseded ones too, in arrival order (``log_schema``)."""
+        with self._lock:
+            target = self._view(project, view)
+            entries = list(target.entries)
+        schema = log_schema(target.spec.value_type)
+        if not entries:
+            return schema.empty_table()
+        counts = np.array([entry.batch.num_rows for entry in entries])
+        which = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+
+        def spread(name: str) -> pa.Array:
+            return pa.array([getattr(entry, name) for entry in entries], schema.field(name).type).take(pa.array(which))
+
+        rows = pa.Table.from_batches([entry.batch for entry in entries])
+        columns = [rows[name] if name in ("pk", "sk", "embedding") else spread(name) for name in schema.names]
+        return pa.Table.from_arrays(columns, schema=schema)
+
+    def compact(self) -> None:
+        """Merge all runs, so that superseded rows take no memory there; without history the log is dropped too."""
+        with self._lock:
+            for view in self._views.values():
+                for tables in view.versions.values():
+                    for rows in tables.values():
+                        rows.whole()
+                if not self._history:
+                    view.entries.clear()
+
+
+def _lookup_request(
+    pk: pa.StringArray | Sequence[str], sk: Int64Array | pa.Int64Array
+) -> tuple[list[str], npt.NDArray[np.int32], Int64Array]:
+    try:
+        pk = pa.array(pk, pa.string()) if not isinstance(pk, pa.Array) else pk
+        sk = pa.array(sk, pa.int64()) if not isinstance(sk, pa.Array) else sk
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise SchemaMismatch(f"lookup: pk and sk must be strings and int64 ({error})") from None
+    if pk.type != pa.string() or sk.type != pa.int64() or len(pk) != len(sk) or pk.null_count or sk.null_count:
+        raise SchemaMismatch(
+            f"lookup: want equally long pk string and sk int64 without nulls, got {pk.type}[{len(pk)}] and "
+            f"{sk.type}[{len(sk)}]"
+        )
+    encoded = pk.dictionary_encode()
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy(), sk.to_numpy()
+
+
+def _interleave(
+    matrices: list[npt.NDArray[Any]], order: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Rows of several matrices of different widths, put in ``order``: their flat values and list offsets."""
+    lengths = np.concatenate([np.full(len(matrix), matrix.shape[1], dtype=np.int32) for matrix in matrices])
+    target = np.empty(len(order), dtype=np.intp)
+    target[order] = np.arange(len(order))
+    offsets = np.zeros(len(order) + 1, dtype=np.int32)
+    np.cumsum(lengths[order], out=offsets[1:])
+    flat = np.empty(offsets[-1], dtype=matrices[0].dtype)
+    start = 0
+    for matrix in matrices:
+        at = offsets[target[start : start + len(matrix)]]
+        flat[at[:, None] + np.arange(matrix.shape[1])] = matrix
+        start += len(matrix)
+    return flat, offsets
