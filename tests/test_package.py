@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import deltaproof
+
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
@@ -146,6 +148,13 @@ print("imported", len({modules}))
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"imported {len(modules)}"
+
+
+def test_public_names_load_when_used() -> None:
+    for name in deltaproof.__all__:
+        assert getattr(deltaproof, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        deltaproof.no_such_name  # noqa: B018
 
 
 def test_every_package_folder_is_listed() -> None:
