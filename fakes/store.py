@@ -411,15 +411,18 @@ class Store:
         self._lock = _thread.RLock()  # not threading.RLock: a simulator replaces that one with a scheduling point
         self.reset()
 
-    def reset(self) -> None:
-        """Back to the state right after construction."""
+    def reset(self, projects: Sequence[str] | None = None) -> None:
+        """Back to the state right after construction, with other ``projects`` if given. Raises InvalidParameter."""
+        projects = self._first_projects if projects is None else tuple(projects)
+        for name in projects:
+            check_name("project", name)
         with self._lock:
             self._created_ms: dict[tuple[str, ...], int] = {}
             self._entities: dict[tuple[str, str], EntitySpec] = {}
             self._views: dict[tuple[str, str], _View] = {}
             self._arrivals = 0
             self._written_ms: list[int] = []  # by arrival; never falls, so that one bisect answers TTL
-            for name in self._first_projects:
+            for name in dict.fromkeys(projects):
                 self.create_project(name)
 
     # Catalogue

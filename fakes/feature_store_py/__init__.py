@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from .client import (
@@ -26,7 +27,14 @@ __all__ = [
     "WriteError",
     "in_process_client",
     "install",
+    "preload",
 ]
+
+
+def preload() -> None:
+    """Import what clients import on first use (Alibaba's OpenAPI client: most of a second), e.g. before a fork."""
+    importlib.import_module("alibabacloud_paifeaturestore20230621.client")
+    importlib.import_module("urllib3")
 
 
 def install() -> None:

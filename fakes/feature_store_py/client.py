@@ -14,7 +14,7 @@ import pyarrow as pa
 from ..errors import Applied
 from ..server.faults import FaultPlan
 from ..store import EntitySpec, Store, ViewSpec
-from .transport import HttpTransport, StoreTransport, Transport, TransportError
+from .transport import READ_TIMEOUT_S, HttpTransport, StoreTransport, Transport, TransportError
 
 FIELD_TYPES: Final = {"ARRAY<FLOAT>": "float32", "ARRAY<UINT8>": "uint8"}
 
@@ -165,8 +165,8 @@ class DynamicEmbeddingFeatureView:
         self, feature_name: str, keys: Sequence[int], version: str | None = None
     ) -> list[dict[str, Any]]:
         """Rows found for ``keys`` of table ``feature_name``: dicts with pk_field, "sk" (int) and embedding_field."""
-        keys = np.asarray([int(key) for key in keys], dtype=np.int64)
-        table = self.lookup_arrow(version or "", pa.repeat(feature_name, len(keys)), pa.array(keys))
+        wanted = pa.array([int(key) for key in keys], pa.int64())
+        table = self.lookup_arrow(version or "", pa.repeat(feature_name, len(wanted)), wanted)
         columns = (table.column(name).to_pylist() for name in ("pk", "sk", "embedding"))
         return [
             {self.pk_field: pk, "sk": sk, self.embedding_field: embedding}
@@ -268,7 +268,10 @@ def _type_name(kind: Any) -> str:
 
 
 class FeatureStoreClient:
-    """The SDK's entry. ``endpoint`` "127.0.0.1:PORT" reaches the fake; the data plane is found as real clients do."""
+    """The SDK's entry. ``endpoint`` "127.0.0.1:PORT" reaches the fake; the data plane is found as real clients do.
+
+    ``read_timeout_s`` (ours) bounds the wait for each reply. Raises ValueError for missing arguments, TransportError.
+    """
 
     def __init__(
         self,
@@ -280,6 +283,7 @@ class FeatureStoreClient:
         featuredb_username: str | None = None,
         featuredb_password: str | None = None,
         *,
+        read_timeout_s: float = READ_TIMEOUT_S,
         transport: Transport | None = None,
     ) -> None:
         if transport is None:
@@ -297,7 +301,7 @@ class FeatureStoreClient:
                 security_token=security_token,
                 username=featuredb_username,
                 password=featuredb_password,
-                pool_size=16,
+                read_timeout_s=read_timeout_s,
             )
         self._transport = transport
 

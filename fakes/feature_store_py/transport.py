@@ -18,6 +18,7 @@ from ..store import EntitySpec, Store, ViewSpec
 
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 30.0
+POOL_SIZE: Final = 16  # idle connections kept; more are made when more workers need them
 VIEW_TYPE: Final = "DynamicEmbedding"  # ours: not in the public documentation
 
 
@@ -203,7 +204,7 @@ class HttpTransport:
         security_token: str | None,
         username: str,
         password: str,
-        pool_size: int,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         import urllib3
         from alibabacloud_paifeaturestore20230621 import models
@@ -211,6 +212,7 @@ class HttpTransport:
         from alibabacloud_tea_openapi.utils_models import Config, GlobalParameters
 
         self._models = models
+        self._read_timeout_s = read_timeout_s
         address, protocol = _split_endpoint(endpoint)
         self._control = Client(
             Config(
@@ -221,15 +223,15 @@ class HttpTransport:
                 endpoint=address,
                 protocol=protocol,
                 connect_timeout=int(CONNECT_TIMEOUT_S * 1000),
-                read_timeout=int(READ_TIMEOUT_S * 1000),
+                read_timeout=int(read_timeout_s * 1000),
                 global_parameters=GlobalParameters(headers={"x-deltaproof-client": username} if username else {}),
             )
         )
         self._pool = urllib3.PoolManager(
             num_pools=4,
-            maxsize=pool_size,
+            maxsize=POOL_SIZE,
             retries=False,
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=read_timeout_s),
         )
         self._login = base64.b64encode(f"{username}:{password}".encode()).decode()
         instances = self._ask("list_instances", models.ListInstancesRequest(status="Running")).instances or []
@@ -249,7 +251,6 @@ class HttpTransport:
     def _ask(self, action: str, *arguments: Any) -> Any:
         """One control-plane call: the reply's body."""
         from darabonba.exceptions import DaraException
-        from darabonba.policy.retry import RetryPolicyContext  # noqa: F401
 
         try:
             return getattr(self._control, action)(*arguments).body
@@ -357,7 +358,9 @@ class HttpTransport:
         except (NewConnectionError, ConnectTimeoutError) as error:
             raise TransportError("ConnectFailed", f"{method} {path}: {type(error).__name__}") from None
         except ReadTimeoutError:
-            raise TransportError("ReadTimeout", f"{method} {path}: no reply within {READ_TIMEOUT_S:g} s") from None
+            raise TransportError(
+                "ReadTimeout", f"{method} {path}: no reply within {self._read_timeout_s:g} s"
+            ) from None
         except HTTPError as error:
             raise TransportError("ConnectionLost", f"{method} {path}: {type(error).__name__}") from None
         try:

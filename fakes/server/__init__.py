@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .serve import FeatureStoreServer, PortInUse, main, run_forever
+    from .serve import FeatureStoreServer, PortInUse, process_main, run_forever
 
-__all__ = ["FeatureStoreServer", "PortInUse", "main", "run_forever"]
+__all__ = ["FeatureStoreServer", "PortInUse", "process_main", "run_forever"]
 
 
 def __getattr__(name: str) -> Any:

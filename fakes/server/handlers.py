@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -42,6 +43,8 @@ from .state import (
 
 T = TypeVar("T")
 
+RUNNER: Final = web.AppKey("runner", web.AppRunner)
+
 VIEW_TYPE: Final = "DynamicEmbedding"  # ours: the public documentation names no Type for dynamic embeddings
 VALUE_TYPES: Final = {"ARRAY<FLOAT>": "float32", "ARRAY<UINT8>": "uint8"}
 FIELD_TYPES: Final = {value: key for key, value in VALUE_TYPES.items()}
@@ -56,7 +59,7 @@ class Reply(NamedTuple):
     body: Any
     content_type: str = "application/json"
     status: int = 200
-    headers: dict[str, str] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class Broken(Exception):
@@ -71,6 +74,7 @@ class Call:
         self.request = request
         self.entry = entry
         self.group = group
+        self.generation = state.generation
         self.body = b""
         self.rows_failed = 0
 
@@ -94,6 +98,7 @@ class Call:
     async def commit(self, effect: Callable[[], T]) -> T:
         """Run ``effect`` between the faults that are due before and after it."""
         with self.state.lock:
+            self._check_generation()
             plan = self.state.faults
             strike = plan.strike(self.entry.route, self.group, self.entry.client)
             self.entry.fault_ids = strike.ids
@@ -101,9 +106,15 @@ class Call:
                 self.entry.fault = plan.index(strike.main.id if strike.main else strike.ids[0])
         self.rows_failed = strike.rows_failed
         await self._suffer(strike, "before-commit")
-        result = effect()
+        with self.state.lock:
+            self._check_generation()
+            result = effect()
         await self._suffer(strike, "after-commit")
         return result
+
+    def _check_generation(self) -> None:
+        if self.generation != self.state.generation:
+            raise Broken  # the server was reset meanwhile: an old request must not reach the new store
 
     async def _suffer(self, strike: Strike, when: Any) -> None:
         if delay_s := strike.delay_s(when):
@@ -162,6 +173,8 @@ def _page(call: Call, key: str, rows: list[dict[str, Any]], sort_keys: tuple[str
 
 
 async def list_instances(call: Call) -> Reply:
+    """The one instance of this server."""
+
     def effect() -> dict[str, Any]:
         instance = {
             "InstanceId": INSTANCE_ID,
@@ -202,6 +215,8 @@ def _project_row(state: ServerState, name: str) -> dict[str, Any]:
 
 
 async def list_projects(call: Call) -> Reply:
+    """Projects by Name, Owner, WorkspaceId or ProjectIds."""
+
     def effect() -> dict[str, Any]:
         rows = [_project_row(call.state, name) for name in call.state.store.projects()]
         rows = _matches(call, rows, ("Name", "Owner", "WorkspaceId"))
@@ -212,6 +227,7 @@ async def list_projects(call: Call) -> Reply:
 
 
 async def create_project(call: Call) -> Reply:
+    """A new project on the FeatureDB datasource."""
     body = call.json()
     name = _field(body, "Name")
     online = call.state.datasource(_field(body, "OnlineDatasourceId", "1"))
@@ -227,6 +243,7 @@ async def create_project(call: Call) -> Reply:
 
 
 async def get_project(call: Call) -> Reply:
+    """One project by id."""
     return Reply(await call.commit(lambda: _project_row(call.state, call.state.project(call.path("project")))))
 
 
@@ -248,6 +265,8 @@ def _entity_row(state: ServerState, spec: EntitySpec) -> dict[str, Any]:
 
 
 async def list_entities(call: Call) -> Reply:
+    """Entities by ProjectId, Name, Owner, ParentFeatureEntityId or FeatureEntityIds."""
+
     def effect() -> dict[str, Any]:
         rows = [_entity_row(call.state, spec) for spec in call.state.store.entities()]
         rows = _matches(call, rows, ("ProjectId", "Name", "Owner", "ParentFeatureEntityId"))
@@ -258,6 +277,7 @@ async def list_entities(call: Call) -> Reply:
 
 
 async def create_entity(call: Call) -> Reply:
+    """A new entity of a project."""
     body = call.json()
     project = call.state.project(_field(body, "ProjectId"))
     parent_id = _field(body, "ParentFeatureEntityId", "")
@@ -274,10 +294,13 @@ async def create_entity(call: Call) -> Reply:
 
 
 async def get_entity(call: Call) -> Reply:
+    """One entity by id."""
     return Reply(await call.commit(lambda: _entity_row(call.state, call.state.entity(call.path("entity")))))
 
 
 async def get_project_entity(call: Call) -> Reply:
+    """One entity of a project by name."""
+
     def effect() -> dict[str, Any]:
         project = call.state.project(call.path("project"))
         return _entity_row(call.state, call.state.store.entity(project, call.path("entity")))
@@ -286,6 +309,8 @@ async def get_project_entity(call: Call) -> Reply:
 
 
 async def delete_entity(call: Call) -> Reply:
+    """Drop an entity that no view uses."""
+
     def effect() -> dict[str, Any]:
         spec = call.state.entity(call.path("entity"))
         call.state.store.drop_entity(spec.project, spec.name)
@@ -330,6 +355,8 @@ def _view_row(state: ServerState, spec: ViewSpec) -> dict[str, Any]:
 
 
 async def list_views(call: Call) -> Reply:
+    """Views by ProjectId, Name, Owner, Type, FeatureName, Tag or FeatureViewIds."""
+
     def effect() -> dict[str, Any]:
         rows = [_view_row(call.state, spec) for spec in call.state.store.views()]
         rows = _matches(call, rows, ("ProjectId", "Name", "Owner", "Type"))
@@ -367,6 +394,7 @@ def _parse_fields(fields: Any) -> tuple[str, str, str, Any]:
 
 
 async def create_view(call: Call) -> Reply:
+    """A new DynamicEmbedding view; TTL, shard_count and replication_count may stand in Config."""
     body = call.json()
     project = call.state.project(_field(body, "ProjectId"))
     entity = call.state.entity(_field(body, "FeatureEntityId"))
@@ -398,6 +426,7 @@ async def create_view(call: Call) -> Reply:
 
 
 async def get_view(call: Call) -> Reply:
+    """One view by id."""
     return Reply(await call.commit(lambda: _view_row(call.state, call.state.view(call.path("view")))))
 
 
@@ -415,6 +444,8 @@ async def update_view(call: Call) -> Reply:
 
 
 async def delete_view(call: Call) -> Reply:
+    """Drop a view with its rows."""
+
     def effect() -> dict[str, Any]:
         spec = call.state.view(call.path("view"))
         call.state.store.drop_view(spec.project, spec.name)
@@ -424,6 +455,8 @@ async def delete_view(call: Call) -> Reply:
 
 
 async def list_datasources(call: Call) -> Reply:
+    """Datasources by Type, WorkspaceId or Name."""
+
     def effect() -> dict[str, Any]:
         rows = [call.state.datasource(number) for number in ("1", "2")]
         rows = _matches(call, rows, ("Type", "WorkspaceId", "Name"))
@@ -433,6 +466,7 @@ async def list_datasources(call: Call) -> Reply:
 
 
 async def get_datasource(call: Call) -> Reply:
+    """One datasource by id; FeatureDB's Config holds its address and token."""
     return Reply(await call.commit(lambda: call.state.datasource(call.path("datasource"))))
 
 
@@ -484,6 +518,7 @@ async def _write(call: Call, spec: ViewSpec, batch: pa.RecordBatch, version: str
 
 
 async def write_arrow(call: Call) -> Reply:
+    """Ours: a write as an Arrow IPC stream; version, write_mode and ts in the query."""
     spec = _table(call)
     version = _version(call)
     ts = call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX)
@@ -492,6 +527,7 @@ async def write_arrow(call: Call) -> Reply:
 
 
 async def write_json(call: Call) -> Reply:
+    """A write as JSON rows under "content", with write_mode, version and ts beside them."""
     spec = _table(call)
     body = call.json()
     version = body.get("version", call.query("version"))
@@ -506,6 +542,7 @@ async def write_json(call: Call) -> Reply:
 
 
 async def lookup_arrow(call: Call) -> Reply:
+    """Ours: rows by (pk, sk) as an Arrow IPC stream, in request order, missing ones left out."""
     spec = _table(call)
     version = _version(call)
     request = wire.read_arrow(call.body)
@@ -521,6 +558,7 @@ async def lookup_arrow(call: Call) -> Reply:
 
 
 async def create_snapshot(call: Call) -> Reply:
+    """Keep an image of a version: {"data": {"snapshot_id", "ts"}}."""
     spec = _table(call)
     version = _version(call)
 
@@ -533,6 +571,7 @@ async def create_snapshot(call: Call) -> Reply:
 
 
 async def scan_snapshot(call: Call) -> Reply:
+    """Stream a kept image as Arrow IPC."""
     spec = _table(call)
     snapshot = await call.commit(lambda: call.state.snapshot(spec.project, spec.name, call.path("snapshot")))
     call.entry.rows = snapshot.rows
@@ -540,6 +579,7 @@ async def scan_snapshot(call: Call) -> Reply:
 
 
 async def iterate_changes(call: Call) -> Reply:
+    """Rows with a ts above the query's, as Arrow IPC; header Next-Ts holds the next cursor."""
     spec = _table(call)
     version = _version(call)
     cursor = call.query_int("ts", 0, 0, TS_MAX)
@@ -550,6 +590,7 @@ async def iterate_changes(call: Call) -> Reply:
 
 
 async def health(call: Call) -> Reply:
+    """200 when up."""
     return Reply(await call.commit(lambda: {"status": "ok"}))
 
 
@@ -557,11 +598,25 @@ async def health(call: Call) -> Reply:
 
 
 async def admin_reset(call: Call) -> Reply:
-    call.state.reset()
+    """Pristine state; body {"projects": [names]} says which projects exist (default: those at start)."""
+    projects = call.json().get("projects")
+    if projects is not None and not isinstance(projects, list):
+        raise InvalidParameter("projects: want a list of names")
+    call.state.reset(projects)
+    hang_up(call.request.app, spare=call.request.protocol)
     return Reply({})
 
 
+def hang_up(app: web.Application, spare: web.RequestHandler | None = None) -> None:
+    """Break every connection but one: what a killed client left in its socket must not reach a reset store."""
+    server = app[RUNNER].server
+    for connection in server.connections if server is not None else ():
+        if connection is not spare and connection.transport is not None:
+            connection.transport.abort()
+
+
 async def admin_set_faults(call: Call) -> Reply:
+    """Replace the fault plan by the JSON list in the body."""
     try:
         faults = msgspec.json.decode(call.body, type=list[AnyFault])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -572,11 +627,13 @@ async def admin_set_faults(call: Call) -> Reply:
 
 
 async def admin_get_faults(call: Call) -> Reply:
+    """The fault plan with the counts of seen requests and firings."""
     with call.state.lock:
         return Reply({"Faults": msgspec.to_builtins(call.state.faults.fired())})
 
 
 async def admin_requests(call: Call) -> Reply:
+    """The request log from sequence number ``since`` on."""
     since = call.query_int("since", 0, 0, TS_MAX)
     with call.state.lock:
         rows = [msgspec.to_builtins(entry) for entry in call.state.requests if entry.seq >= since]
@@ -584,6 +641,7 @@ async def admin_requests(call: Call) -> Reply:
 
 
 async def admin_log(call: Call) -> Reply:
+    """Every row ever written to a view, as Arrow IPC (store.log_schema)."""
     project, view = call.query("project"), call.query("view")
     if not project or not view:
         raise InvalidParameter("log: want the parameters project and view")

@@ -27,7 +27,6 @@ from .state import RequestEntry, ServerState, check_loopback
 log = logging.getLogger(__name__)
 
 STATE: Final = web.AppKey("state", ServerState)
-LIMITS: Final = web.AppKey("limits", dict)
 
 BODY_BYTES_MAX: Final = 64 * 2**20  # data plane
 CONTROL_BYTES_MAX: Final = 2**20
@@ -160,7 +159,7 @@ def _endpoint(
             return _refuse(entry, Injected(500, f"{type(error).__name__} in route {name}"))
         finally:
             if group != "admin":
-                state.close_entry(entry)
+                state.close_entry(entry, call.generation)
 
     return endpoint
 
@@ -206,7 +205,8 @@ async def _errors_as_json(
     try:
         return await handler(request)
     except web.HTTPException as error:
-        entry = request.app[STATE].open_entry("unknown")
+        state = request.app[STATE]
+        entry, generation = state.open_entry("unknown"), state.generation
         refused: FakeError = {
             404: RouteNotFound("no such route"),
             405: MethodNotAllowed(f"{request.method} is not for this route"),
@@ -215,5 +215,5 @@ async def _errors_as_json(
         response = _refuse(entry, refused)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
-        request.app[STATE].close_entry(entry)
+        state.close_entry(entry, generation)
         return response

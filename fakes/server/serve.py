@@ -18,6 +18,7 @@ from aiohttp import web
 
 from ..store import Store
 from .faults import AnyFault, FiredFault
+from .handlers import RUNNER, hang_up
 from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, make_app
 from .state import DEFAULT_TOKEN, RequestEntry, ServerState
 
@@ -57,6 +58,7 @@ def _bind(host: str, port: int) -> socket.socket:
 async def _serve(state: ServerState, sock: socket.socket, body_bytes_max: int, body_timeout_s: float) -> web.AppRunner:
     app = make_app(state, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+    app[RUNNER] = runner
     await runner.setup()
     await web.SockSite(runner, sock).start()
     return runner
@@ -91,6 +93,7 @@ class FeatureStoreServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._app: web.Application | None = None
 
     @property
     def store(self) -> Store:
@@ -109,13 +112,15 @@ class FeatureStoreServer:
         )
         self._thread.start()
         if not ready.wait(START_TIMEOUT_S) or failure:
-            raise RuntimeError(f"the fake Feature Store did not start on {self.endpoint}") from (failure or [None])[0]
+            cause = failure[0] if failure else None
+            raise RuntimeError(f"the fake Feature Store did not start on {self.endpoint}") from cause
         return self
 
     def _run(self, sock: socket.socket, ready: threading.Event, failure: list[BaseException]) -> None:
         async def serve() -> None:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             runner = await _serve(self.state, sock, *self._limits)
+            self._app = runner.app
             ready.set()
             await self._stop.wait()
             await runner.cleanup()
@@ -167,25 +172,35 @@ class FeatureStoreServer:
     def log(self, project: str, view: str) -> pa.Table:
         return self.store.log(project, view)
 
-    def reset(self) -> None:
-        self.state.reset()
+    def reset(self, projects: Sequence[str] | None = None) -> None:
+        """As ``/_admin/reset``: pristine state, all connections broken."""
+
+        async def act() -> None:
+            self.state.reset(projects)
+            if self._app is not None:
+                hang_up(self._app)
+
+        if self._loop is None or self._thread is None:
+            self.state.reset(projects)
+        else:
+            asyncio.run_coroutine_threadsafe(act(), self._loop).result(STOP_TIMEOUT_S)
 
 
 def run_forever(
     host: str,
     port: int,
     *,
-    on_ready: Callable[[str], None] | None = None,
+    ready: Callable[[int], None] | None = None,
     store: Store | None = None,
     token: str = DEFAULT_TOKEN,
 ) -> None:
-    """Serve in the foreground until SIGINT or SIGTERM; ``on_ready`` gets "host:port". Raises PortInUse, OSError."""
+    """Serve in the foreground until SIGINT or SIGTERM; ``ready`` is called with the port. Raises PortInUse, OSError."""
     sock = _bind(host, port)
-    asyncio.run(_until_stopped(sock, ServerState(store or wall_store(), token), on_ready))
+    asyncio.run(_until_stopped(sock, ServerState(store or wall_store(), token), ready))
 
 
 async def _until_stopped(
-    sock: socket.socket, state: ServerState, on_ready: Callable[[str], None] | None, hangup: Connection | None = None
+    sock: socket.socket, state: ServerState, ready: Callable[[int], None] | None, hangup: Connection | None = None
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     host, port = _address(sock)
@@ -198,8 +213,8 @@ async def _until_stopped(
     if hangup is not None:
         loop.add_reader(hangup.fileno(), stop.set)
     try:
-        if on_ready is not None:
-            on_ready(f"{host}:{port}")
+        if ready is not None:
+            ready(port)
         await stop.wait()
     finally:
         if hangup is not None:
@@ -207,12 +222,11 @@ async def _until_stopped(
         await runner.cleanup()
 
 
-def main(port_conn: Connection) -> None:
+def process_main(port_conn: Connection) -> None:
     """Process entry: serve on a free loopback port, send the port, exit when the connection is closed or written to.
 
     SIGINT is ignored: Ctrl-C reaches the whole process group, and the supervisor decides when the store goes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = _bind("127.0.0.1", 0)
-    port = _address(sock)[1]
-    asyncio.run(_until_stopped(sock, ServerState(wall_store()), lambda _: port_conn.send(port), port_conn))
+    asyncio.run(_until_stopped(sock, ServerState(wall_store()), port_conn.send, port_conn))

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -89,11 +89,14 @@ class ServerState:
         self.token = token
         self.address = ""  # http://host:port, known once the socket is bound
         self.lock = threading.RLock()
+        self.generation = 0  # counts resets: a request that began before one must not write after it
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, projects: Sequence[str] | None = None) -> None:
+        """Empty store (with ``projects`` if given), no faults, empty log. Raises InvalidParameter."""
         with self.lock:
-            self.store.reset()
+            self.store.reset(projects)
+            self.generation += 1
             self.faults = FaultPlan()
             self.requests: collections.deque[RequestEntry] = collections.deque(maxlen=REQUESTS_MAX)
             self._seq = itertools.count()
@@ -104,10 +107,12 @@ class ServerState:
     def open_entry(self, route: str) -> RequestEntry:
         return RequestEntry(next(self._seq), uuid.uuid4().hex, time.monotonic() * 1000, route)
 
-    def close_entry(self, entry: RequestEntry) -> None:
+    def close_entry(self, entry: RequestEntry, generation: int) -> None:
+        """Log a finished request, unless the server was reset since it began."""
         entry.end_ms = time.monotonic() * 1000
         with self.lock:
-            self.requests.append(entry)
+            if generation == self.generation:
+                self.requests.append(entry)
 
     # Accounts. Any username with a non-empty password may log in; the datasource token must match.
 

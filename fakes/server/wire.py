@@ -6,12 +6,9 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
-import flatbuffers.number_types as fb_types
 import msgspec
 import numpy as np
 import pyarrow as pa
-from flatbuffers.encode import Get
-from flatbuffers.table import Table as FbTable
 
 from ..errors import InvalidParameter, MalformedBody, SchemaMismatch
 from ..store import ViewSpec, write_schema
@@ -36,15 +33,26 @@ def json_object(body: bytes, what: str = "body") -> dict[str, Any]:
     return value
 
 
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Where field ``number`` of the FlatBuffers table at ``table`` lies, or None when it is absent."""
+    vtable = table - int(struct.unpack_from("<i", data, table)[0])
+    if vtable < 0 or 4 + 2 * number >= struct.unpack_from("<H", data, vtable)[0]:
+        return None
+    offset = int(struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0])
+    return table + offset if offset else None
+
+
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether an Arrow message is a record batch with compressed buffers (field 3 of RecordBatch, Message.fbs)."""
-    message = FbTable(metadata, Get(fb_types.UOffsetTFlags.packer_type, metadata, 0))
-    header_type = message.Offset(6)
-    if not header_type or message.Get(fb_types.Uint8Flags, message.Pos + header_type) != _RECORD_BATCH:
+    """Whether an Arrow message is a record batch with compressed buffers (Message.fbs of the Arrow format).
+
+    Message: header_type is field 1, header field 2; RecordBatch: compression is field 3.
+    """
+    message = int(struct.unpack_from("<I", metadata, 0)[0])
+    kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
+    if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
         return False
-    header = FbTable(metadata, 0)
-    message.Union(header, message.Offset(8))
-    return bool(header.Offset(10))
+    batch = header + int(struct.unpack_from("<I", metadata, header)[0])
+    return _field(metadata, batch, 3) is not None
 
 
 def read_arrow(body: bytes) -> pa.RecordBatch:
@@ -141,4 +149,5 @@ def rows_to_batch(rows: Any, spec: ViewSpec) -> pa.RecordBatch:
 
 
 def to_json(value: Any) -> bytes:
+    """JSON bytes of plain data."""
     return msgspec.json.encode(value)
