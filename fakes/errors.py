@@ -69,6 +69,7 @@ _ROWS: Final = (
     ErrorSpec("ConnectionLost", None, "unknown", True, "the connection broke before a reply"),
     ErrorSpec("ReadTimeout", None, "unknown", True, "no reply in time"),
     ErrorSpec("ReplyTruncated", None, "yes", True, "a success reply began, then broke off: the commit came before it"),
+    ErrorSpec("NotSent", None, "no", True, "dropped from the client's queue before it was sent"),
     ErrorSpec("ClientBug", None, "unknown", False, "the client library itself failed"),
 )
 ERRORS: Final[dict[str, ErrorSpec]] = {row.code: row for row in _ROWS}

@@ -360,6 +360,9 @@ def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
         if not finite.all():
             row = int(np.searchsorted(offsets, _first_row(~finite), side="right")) - 1
             raise NonFiniteValue(f"{where}, table {pk[row]}, key {keys[row]}: the embedding holds NaN or infinity")
+    # Rebuilt, so that every logged batch has one schema, whatever the sender called its list items.
+    embedding = pa.ListArray.from_arrays(embedding.offsets, embedding.values, type=want.field("embedding").type)
+    batch = pa.RecordBatch.from_arrays([pk, sk, embedding], schema=want)
     return _Batch(batch, keys, flat, offsets, _group(where, pk, keys, np.diff(offsets)))
 
 
@@ -392,8 +395,8 @@ class Store:
     """The whole store: projects, entities, views and their rows.
 
     ``now_ms`` is the store's wall clock in ms (TTL, default ts); ``monotonic_ms`` stamps the log (default: now_ms, so
-    that a virtual clock is the only clock). ``projects`` exist from the start. ``history=False`` lets ``compact``
-    drop superseded writes from the log, so that memory follows the live rows; the properties need the history.
+    that a virtual clock is the only clock). ``projects`` exist from the start. ``history=False`` keeps no log, so that
+    memory follows the live rows; the properties need the log.
     """
 
     def __init__(
@@ -548,9 +551,9 @@ class Store:
                     tables[pk] = _Rows(dim)
                 tables[pk].append(_Pending(checked.keys[rows], ts, arrival, checked.values(rows, dim)))
             target.high_water[version] = max(ts, target.high_water.get(version, 0))
-            target.entries.append(
-                _Entry(arrival, self._monotonic_ms(), version, ts, checked.batch, client, request_id),
-            )
+            if self._history:
+                entry = _Entry(arrival, self._monotonic_ms(), version, ts, checked.batch, client, request_id)
+                target.entries.append(entry)
             return WriteResult(checked.batch.num_rows, arrival)
 
     def check_write(self, project: str, view: str, batch: pa.RecordBatch | pa.Table, *, version: str, ts: int) -> None:
@@ -649,6 +652,10 @@ class Store:
         with self._lock:
             return self._view(project, view).high_water.get(version, 0)
 
+    def rows(self, project: str, view: str, version: str) -> int:
+        """How many rows a scan of the version would yield."""
+        return self.snapshot(project, view, version).rows
+
     def versions(self, project: str, view: str) -> list[str]:
         """Versions that hold rows, in order of their first write."""
         with self._lock:
@@ -673,24 +680,28 @@ class Store:
         return pa.Table.from_arrays(columns, schema=schema)
 
     def compact(self) -> None:
-        """Merge all runs, so that superseded rows take no memory there; without history the log is dropped too."""
+        """Merge all runs, so that superseded rows take memory in the log only."""
         with self._lock:
             for view in self._views.values():
                 for tables in view.versions.values():
                     for rows in tables.values():
                         rows.whole()
-                if not self._history:
-                    view.entries.clear()
+
+
+def as_array(values: Any, want: pa.DataType) -> pa.Array:
+    """``values`` as one Arrow array: arrays as they are, chunks joined, anything else converted to ``want``."""
+    if isinstance(values, pa.ChunkedArray):
+        return pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
+    return values if isinstance(values, pa.Array) else pa.array(values, want)
 
 
 def _lookup_request(
     pk: pa.StringArray | Sequence[str], sk: Int64Array | pa.Int64Array
 ) -> tuple[list[str], npt.NDArray[np.int32], Int64Array]:
     try:
-        pk = pa.array(pk, pa.string()) if not isinstance(pk, pa.Array) else pk
-        sk = pa.array(sk, pa.int64()) if not isinstance(sk, pa.Array) else sk
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise SchemaMismatch(f"lookup: pk and sk must be strings and int64 ({error})") from None
+        pk, sk = as_array(pk, pa.string()), as_array(sk, pa.int64())
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise SchemaMismatch(f"lookup: pk and sk must be strings and int64 ({str(error)[:200]})") from None
     if pk.type != pa.string() or sk.type != pa.int64() or len(pk) != len(sk) or pk.null_count or sk.null_count:
         raise SchemaMismatch(
             f"lookup: want equally long pk string and sk int64 without nulls, got {pk.type}[{len(pk)}] and "

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from ..errors import Applied
 from ..server.faults import FaultPlan
-from ..store import EntitySpec, Store, ViewSpec
+from ..store import EntitySpec, Store, ViewSpec, as_array
 from .transport import READ_TIMEOUT_S, HttpTransport, StoreTransport, Transport, TransportError
 
 FIELD_TYPES: Final = {"ARRAY<FLOAT>": "float32", "ARRAY<UINT8>": "uint8"}
@@ -145,6 +145,8 @@ class DynamicEmbeddingFeatureView:
         for rows, future in pending:
             try:
                 future.result()
+            except concurrent.futures.CancelledError:
+                errors.append(WriteError.of(TransportError("NotSent", "dropped by close(wait=False)"), rows))
             except TransportError as error:
                 failed = rows if error.rows_failed is None else min(error.rows_failed, rows)
                 errors.append(WriteError.of(error, failed))
@@ -175,12 +177,13 @@ class DynamicEmbeddingFeatureView:
 
     def lookup_arrow(self, version: str, pk: pa.Array, sk: pa.Array) -> pa.Table:
         """Ours: rows found of ``zip(pk, sk)`` in request order, columns pk, sk, embedding, ts."""
-        request = pa.RecordBatch.from_arrays([pa.array(pk, pa.string()), pa.array(sk, pa.int64())], ["pk", "sk"])
+        columns = [as_array(pk, pa.string()), as_array(sk, pa.int64())]
+        request = pa.RecordBatch.from_arrays(columns, ["pk", "sk"])
         return self._transport.lookup(self._spec, version, request)
 
     def scan(self, version: str) -> pa.Table:
         """Ours: a snapshot of every row of the version, columns pk, sk, embedding, ts."""
-        return self._transport.scan(self._spec, version)[0]
+        return self._transport.scan(self._spec, version)
 
     def read_changes(self, version: str, ts: int) -> tuple[pa.Table, int]:
         """Ours: (rows whose ts is above ``ts``, the ts to ask with next time)."""

@@ -58,7 +58,7 @@ class Transport(Protocol):
     def write_arrow(self, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None: ...
     def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None: ...
     def lookup(self, view: ViewSpec, version: str, request: pa.RecordBatch) -> pa.Table: ...
-    def scan(self, view: ViewSpec, version: str) -> tuple[pa.Table, int]: ...
+    def scan(self, view: ViewSpec, version: str) -> pa.Table: ...
     def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]: ...
     def high_water_ts(self, view: ViewSpec, version: str) -> int: ...
     def close(self) -> None: ...
@@ -169,9 +169,10 @@ class StoreTransport:
             lambda _: self._store.lookup(view.project, view.name, version, request["pk"], request["sk"]),
         )
 
-    def scan(self, view: ViewSpec, version: str) -> tuple[pa.Table, int]:
-        snapshot = self._call("scan_snapshot", "scan", lambda _: self._store.snapshot(view.project, view.name, version))
-        return snapshot.table(), snapshot.ts
+    def scan(self, view: ViewSpec, version: str) -> pa.Table:
+        return self._call(
+            "scan_snapshot", "scan", lambda _: self._store.snapshot(view.project, view.name, version).table()
+        )
 
     def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]:
         found: tuple[pa.Table, int] = self._call(
@@ -181,7 +182,9 @@ class StoreTransport:
 
     def high_water_ts(self, view: ViewSpec, version: str) -> int:
         return int(
-            self._call("create_snapshot", "scan", lambda _: self._store.high_water_ts(view.project, view.name, version))
+            self._call(
+                "high_water_ts", "changes", lambda _: self._store.high_water_ts(view.project, view.name, version)
+            )
         )
 
     def close(self) -> None:
@@ -388,22 +391,19 @@ class HttpTransport:
         _, data = self._data("POST", view, "lookup_arrow", {"version": version}, memoryview(to_ipc(request)))
         return _table(data)
 
-    def _snapshot(self, view: ViewSpec, version: str) -> tuple[str, int]:
+    def scan(self, view: ViewSpec, version: str) -> pa.Table:
         _, data = self._data("POST", view, "snapshots", {"version": version})
-        reply = json.loads(data)["data"]
-        return reply["snapshot_id"], int(reply["ts"])
-
-    def scan(self, view: ViewSpec, version: str) -> tuple[pa.Table, int]:
-        snapshot_id, ts = self._snapshot(view, version)
+        snapshot_id = json.loads(data)["data"]["snapshot_id"]
         _, data = self._data("GET", view, f"snapshots/{snapshot_id}/scan", {})
-        return _table(data), ts
+        return _table(data)
 
     def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]:
         headers, data = self._data("GET", view, "iterate_get_kv", {"version": version, "ts": ts})
         return _table(data), int(headers["Next-Ts"])
 
     def high_water_ts(self, view: ViewSpec, version: str) -> int:
-        return self._snapshot(view, version)[1]
+        _, data = self._data("GET", view, "high_water_ts", {"version": version})
+        return int(json.loads(data)["data"]["ts"])
 
     def close(self) -> None:
         self._pool.clear()

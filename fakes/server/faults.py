@@ -12,6 +12,7 @@ No sockets here: the same plan serves the server and the in-process client.
 
 from __future__ import annotations
 
+import _thread
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -100,10 +101,14 @@ AnyFault = StatusFault | DelayFault | ResetFault | PartialFault
 
 
 class Strike(NamedTuple):
-    """The faults due for one request: any number of delays and at most one other."""
+    """The faults due for one request: any number of delays and at most one other.
+
+    ``at``: place in the plan of the one that decides the outcome, else of the first delay, else None.
+    """
 
     delays: tuple[DelayFault, ...] = ()
     main: StatusFault | ResetFault | PartialFault | None = None
+    at: int | None = None
 
     @property
     def ids(self) -> list[str]:
@@ -132,6 +137,7 @@ class FaultPlan:
         self._faults: list[AnyFault] = []
         self._seen: list[int] = []
         self._fired: list[int] = []
+        self._lock = _thread.allocate_lock()  # not threading.Lock, which a simulator replaces
 
     def set(self, faults: Sequence[AnyFault]) -> None:
         """Replace the plan; counts start at zero. Raises InvalidParameter, and then changes nothing."""
@@ -141,41 +147,44 @@ class FaultPlan:
             if fault.id in seen_ids:
                 raise InvalidParameter(f"two faults have the id {fault.id!r}")
             seen_ids.add(fault.id)
-        self._faults = list(faults)
-        self._seen, self._fired = [0] * len(faults), [0] * len(faults)
+        with self._lock:
+            self._faults = list(faults)
+            self._seen, self._fired = [0] * len(faults), [0] * len(faults)
 
     def add(self, fault: AnyFault) -> None:
         """Append one fault; the counts of the others stay. Raises InvalidParameter."""
         fault.check()
-        if any(fault.id == other.id for other in self._faults):
-            raise InvalidParameter(f"two faults have the id {fault.id!r}")
-        self._faults.append(fault)
-        self._seen.append(0)
-        self._fired.append(0)
+        with self._lock:
+            if any(fault.id == other.id for other in self._faults):
+                raise InvalidParameter(f"two faults have the id {fault.id!r}")
+            self._faults.append(fault)
+            self._seen.append(0)
+            self._fired.append(0)
 
     def fired(self) -> list[FiredFault]:
-        return [FiredFault(*row) for row in zip(self._faults, self._seen, self._fired, strict=True)]
-
-    def index(self, fault_id: str) -> int:
-        return next(number for number, fault in enumerate(self._faults) if fault.id == fault_id)
+        with self._lock:
+            return [FiredFault(*row) for row in zip(self._faults, self._seen, self._fired, strict=True)]
 
     def strike(self, route: str, group: str, client: str) -> Strike:
         """Count one request and return what strikes it (see the order above). Partial faults strike writes only."""
         delays: list[DelayFault] = []
         main: StatusFault | ResetFault | PartialFault | None = None
-        for number, fault in enumerate(self._faults):
-            if fault.route not in (route, group, "*") or fault.client not in (None, client):
-                continue
-            if isinstance(fault, PartialFault) and group != "write":
-                continue
-            self._seen[number] += 1
-            if self._seen[number] <= fault.skip or self._fired[number] >= fault.count:
-                continue
-            if isinstance(fault, DelayFault):
-                delays.append(fault)
-            elif main is None:
-                main = fault
-            else:
-                continue
-            self._fired[number] += 1
-        return Strike(tuple(delays), main)
+        index: int | None = None
+        with self._lock:
+            for number, fault in enumerate(self._faults):
+                if fault.route not in (route, group, "*") or fault.client not in (None, client):
+                    continue
+                if isinstance(fault, PartialFault) and group != "write":
+                    continue
+                self._seen[number] += 1
+                if self._seen[number] <= fault.skip or self._fired[number] >= fault.count:
+                    continue
+                if isinstance(fault, DelayFault):
+                    delays.append(fault)
+                    index = number if index is None else index
+                elif main is None:
+                    main, index = fault, number
+                else:
+                    continue
+                self._fired[number] += 1
+        return Strike(tuple(delays), main, index)

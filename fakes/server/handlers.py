@@ -99,11 +99,8 @@ class Call:
         """Run ``effect`` between the faults that are due before and after it."""
         with self.state.lock:
             self._check_generation()
-            plan = self.state.faults
-            strike = plan.strike(self.entry.route, self.group, self.entry.client)
-            self.entry.fault_ids = strike.ids
-            if strike.ids:
-                self.entry.fault = plan.index(strike.main.id if strike.main else strike.ids[0])
+            strike = self.state.faults.strike(self.entry.route, self.group, self.entry.client)
+        self.entry.fault_ids, self.entry.fault = strike.ids, strike.at
         self.rows_failed = strike.rows_failed
         await self._suffer(strike, "before-commit")
         with self.state.lock:
@@ -492,6 +489,8 @@ def _write_mode(mode: Any) -> None:
 
 async def _write(call: Call, spec: ViewSpec, batch: pa.RecordBatch, version: str, ts: int) -> Reply:
     entry, store = call.entry, call.state.store
+    if not batch.num_rows:
+        raise InvalidParameter("a write without rows")
     entry.rows, entry.version, entry.ts, entry.fate = batch.num_rows, version, ts, "no"
 
     def effect() -> int:
@@ -554,7 +553,7 @@ async def lookup_arrow(call: Call) -> Reply:
         return call.state.store.lookup(spec.project, spec.name, version, request.column("pk"), request.column("sk"))
 
     table = await call.commit(effect)
-    return Reply(wire.arrow_chunks(table.schema, iter(table.to_batches())), wire.ARROW_STREAM)
+    return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM)
 
 
 async def create_snapshot(call: Call) -> Reply:
@@ -585,8 +584,18 @@ async def iterate_changes(call: Call) -> Reply:
     cursor = call.query_int("ts", 0, 0, TS_MAX)
     table, next_ts = await call.commit(lambda: call.state.store.changes(spec.project, spec.name, version, cursor))
     call.entry.rows = table.num_rows
-    chunks = wire.arrow_chunks(table.schema, iter(table.to_batches()))
-    return Reply(chunks, wire.ARROW_STREAM, headers={"Next-Ts": str(next_ts)})
+    return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM, headers={"Next-Ts": str(next_ts)})
+
+
+async def high_water_ts(call: Call) -> Reply:
+    """Ours: {"data": {"ts"}}, the greatest ts of a version, 0 when it is empty."""
+    spec = _table(call)
+    version = _version(call)
+    return Reply(
+        await call.commit(
+            lambda: {"data": {"ts": call.state.store.high_water_ts(spec.project, spec.name, version)}},
+        )
+    )
 
 
 async def health(call: Call) -> Reply:

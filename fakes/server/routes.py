@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import struct
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -70,7 +71,10 @@ SCAN: Final = (
     ("POST", _T + "/snapshots", "create_snapshot", handlers.create_snapshot),
     ("GET", _T + "/snapshots/{snapshot}/scan", "scan_snapshot", handlers.scan_snapshot),
 )
-CHANGES: Final = (("GET", _T + "/iterate_get_kv", "iterate_changes", handlers.iterate_changes),)
+CHANGES: Final = (
+    ("GET", _T + "/iterate_get_kv", "iterate_changes", handlers.iterate_changes),
+    ("GET", _T + "/high_water_ts", "high_water_ts", handlers.high_water_ts),
+)
 HEALTH: Final = (("GET", "/health", "health", handlers.health),)
 ADMIN: Final = (
     ("POST", "/_admin/reset", "admin_reset", handlers.admin_reset),
@@ -150,6 +154,9 @@ def _endpoint(
         except Broken:
             _break(request)
             return web.Response()  # never sent: the transport is gone
+        except ConnectionError:
+            entry.status = None  # the client left while its body was read or its reply sent
+            raise
         except FakeError as error:
             return _refuse(entry, error)
         except web.HTTPException:
@@ -169,6 +176,10 @@ async def _send(request: web.Request, entry: RequestEntry, reply: Reply) -> web.
     if isinstance(reply.body, dict):
         body = wire.to_json({"RequestId": entry.request_id, **reply.body})
         return web.Response(body=body, status=reply.status, content_type=reply.content_type, headers=headers)
+    if isinstance(reply.body, memoryview):
+        return web.Response(
+            body=reply.body, status=reply.status, headers={hdrs.CONTENT_TYPE: reply.content_type, **headers}
+        )
     response = web.StreamResponse(status=reply.status, headers={hdrs.CONTENT_TYPE: reply.content_type, **headers})
     await response.prepare(request)
     for chunk in reply.body:
@@ -183,7 +194,8 @@ def _refuse(entry: RequestEntry, error: FakeError) -> web.Response:
     headers = {"x-acs-request-id": entry.request_id}
     if isinstance(error, Injected) and error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:g}"
-    body = wire.to_json({"Code": error.code, "Message": str(error), "RequestId": entry.request_id})
+    message = str(error).encode("utf-8", "backslashreplace").decode()  # a lone surrogate has no JSON
+    body = wire.to_json({"Code": error.code, "Message": message, "RequestId": entry.request_id})
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
@@ -216,4 +228,27 @@ async def _errors_as_json(
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         state.close_entry(entry, generation)
+        return response
+
+
+class HttpConnection(web.RequestHandler):
+    """A connection whose protocol errors (bad request line, oversized headers) have the service's error shape too."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Called by aiohttp for what never reached a route; 500 only for a bug in this server."""
+        if status >= 500:
+            log.error("connection failed", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of a reply is sent already")
+        entry = RequestEntry(-1, uuid.uuid4().hex, 0.0, "unknown")
+        response = _refuse(entry, Injected(status, "not a valid HTTP request"))
+        response.force_close()
         return response

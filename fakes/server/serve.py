@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Final, Self
@@ -19,11 +20,12 @@ from aiohttp import web
 from ..store import Store
 from .faults import AnyFault, FiredFault
 from .handlers import RUNNER, hang_up
-from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, make_app
+from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, HttpConnection, make_app
 from .state import DEFAULT_TOKEN, RequestEntry, ServerState
 
 START_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 10.0
+SHUTDOWN_S: Final = 0.5  # what requests under way get when the server stops
 
 
 class PortInUse(OSError):
@@ -55,13 +57,23 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _serve(state: ServerState, sock: socket.socket, body_bytes_max: int, body_timeout_s: float) -> web.AppRunner:
+@contextlib.asynccontextmanager
+async def _serving(
+    state: ServerState, sock: socket.socket, body_bytes_max: int, body_timeout_s: float
+) -> AsyncIterator[web.Application]:
+    """Serve on ``sock`` inside the block; afterwards it is closed and every connection is broken."""
     app = make_app(state, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
     app[RUNNER] = runner
     await runner.setup()
-    await web.SockSite(runner, sock).start()
-    return runner
+    server, loop = runner.server, asyncio.get_running_loop()
+    assert server is not None  # set by setup()
+    listener = await loop.create_server(lambda: HttpConnection(server, loop=loop, access_log=None), sock=sock)
+    try:
+        yield app
+    finally:
+        listener.close()
+        await runner.cleanup()
 
 
 def _address(sock: socket.socket) -> tuple[str, int]:
@@ -119,11 +131,9 @@ class FeatureStoreServer:
     def _run(self, sock: socket.socket, ready: threading.Event, failure: list[BaseException]) -> None:
         async def serve() -> None:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            runner = await _serve(self.state, sock, *self._limits)
-            self._app = runner.app
-            ready.set()
-            await self._stop.wait()
-            await runner.cleanup()
+            async with _serving(self.state, sock, *self._limits) as self._app:
+                ready.set()
+                await self._stop.wait()
 
         try:
             asyncio.run(serve())
@@ -205,21 +215,18 @@ async def _until_stopped(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     host, port = _address(sock)
     state.address = f"http://{host}:{port}"
-    runner = await _serve(state, sock, BODY_BYTES_MAX, BODY_TIMEOUT_S)
     if threading.current_thread() is threading.main_thread():
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         if hangup is None:
             loop.add_signal_handler(signal.SIGINT, stop.set)
     if hangup is not None:
         loop.add_reader(hangup.fileno(), stop.set)
-    try:
+    async with _serving(state, sock, BODY_BYTES_MAX, BODY_TIMEOUT_S):
         if ready is not None:
             ready(port)
         await stop.wait()
-    finally:
         if hangup is not None:
             loop.remove_reader(hangup.fileno())
-        await runner.cleanup()
 
 
 def process_main(port_conn: Connection) -> None:

@@ -45,7 +45,7 @@ MAXCOMPUTE: Final = "MaxCompute"
 DATASOURCES: Final = {"1": FEATUREDB, "2": MAXCOMPUTE}
 CLIENT_HEADER: Final = "x-deltaproof-client"  # ours: names the rank on control-plane requests
 _ACS3: Final = re.compile(
-    r"ACS3-HMAC-SHA256 Credential=(?P<key>[^,\s]{1,256}),\s*SignedHeaders=[a-z0-9;-]+,\s*Signature=[0-9a-f]{64}"
+    r"ACS3-HMAC-SHA256 Credential=(?P<key>[!-+\--~]{1,256}),\s*SignedHeaders=[a-z0-9;-]+,\s*Signature=[0-9a-f]{64}"
 )
 _NOT_FOUND: Final[dict[str, type[FakeError]]] = {
     "project": ProjectNotFound,
@@ -141,7 +141,8 @@ class ServerState:
         found = _ACS3.fullmatch(headers.get("Authorization", ""))
         if found is None:
             raise MissingAuthorization("the control plane wants Authorization: ACS3-HMAC-SHA256 Credential=…")
-        return headers.get(CLIENT_HEADER, "")[:256] or found["key"]
+        name = headers.get(CLIENT_HEADER, "")[:256]
+        return name if name.isascii() and name.isprintable() and name else found["key"]
 
     # Ids of the control plane
 

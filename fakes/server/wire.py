@@ -102,6 +102,14 @@ class _Sink:
         return data
 
 
+def arrow_bytes(table: pa.Table) -> memoryview:
+    """A table as one Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return memoryview(sink.getvalue())
+
+
 def arrow_chunks(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
     """An Arrow IPC stream, one chunk of bytes per batch, so that a reply holds one batch at a time."""
     sink = _Sink()
@@ -136,8 +144,11 @@ def rows_to_batch(rows: Any, spec: ViewSpec) -> pa.RecordBatch:
         for column, item in zip(columns, (pk, sk, value), strict=True):
             column.append(item)
     lengths = [len(value) for value in columns[2]]
-    with np.errstate(over="ignore"):  # 1e39 becomes infinity, which the store refuses by name
-        flat = np.array([x for value in columns[2] for x in value], dtype=spec.value_type)
+    try:
+        with np.errstate(over="ignore"):  # 1e39 becomes infinity, which the store refuses by name
+            flat = np.array([x for value in columns[2] for x in value], dtype=spec.value_type)
+    except OverflowError:
+        raise SchemaMismatch(f"content: {spec.value} holds an integer beyond any float") from None
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     embedding = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
