@@ -33,10 +33,6 @@ class Publisher:
         clock: a module-like object with `time()` and `monotonic()` in seconds.
     """
 
-    dumper_class = Dumper
-    cadence_class = Cadence
-    uploader_class = Uploader
-
     def __init__(
         self,
         source: TableSource,
@@ -52,7 +48,7 @@ class Publisher:
         self._rank, self._world_size, self._barrier, self._clock = rank, world_size, barrier, clock
         self._tables = dict(source.tables())
         self._names = self._embedding_names()
-        self._dumper = self.dumper_class(source, settings, rank, world_size)
+        self._dumper = Dumper(source, settings, rank, world_size)
         self._cadence: Cadence | None = None
         self._uploader: Uploader | None = None
         self._finished = False
@@ -90,12 +86,12 @@ class Publisher:
             raise error
         view = self._open_view()
         dims = {fqn: info.dim for fqn, info in self._tables.items()}
-        self._uploader = self.uploader_class(
+        self._uploader = Uploader(
             view, self._settings, self._rank, self._world_size, self._clock, names=self._names, dims=dims
         )
         self._uploader.start()
         self._dumper.discard()
-        self._cadence = self.cadence_class(self._settings, self._clock)
+        self._cadence = Cadence(self._settings, self._clock)
 
     def after_step(self, step: int) -> None:
         """Call after each of this rank's optimizer steps. Dumps and queues when the cadence says so.

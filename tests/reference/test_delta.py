@@ -1,0 +1,115 @@
+import io
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltaproof.reference.delta import DELTA_SCHEMA, DeltaError, make_delta, validate
+
+KEYS = st.lists(st.integers(-(2**63), 2**63 - 1).filter(lambda key: key != -1), unique=True, max_size=50)
+FQN = "m.ebc.embedding_bags.t"
+
+
+def delta(keys: Any, rows: Any, fqn: str = FQN) -> pa.Table:
+    return make_delta(7, 1, 4, "f", fqn, np.asarray(keys, np.int64), np.asarray(rows, np.float32), "dump")
+
+
+@given(KEYS, st.integers(1, 5), st.data())
+def test_every_key_and_every_bit_of_a_row_survives(keys: list[int], dim: int, data: st.DataObject) -> None:
+    finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    rows = np.array(
+        data.draw(st.lists(finite, min_size=len(keys) * dim, max_size=len(keys) * dim)), np.float32
+    ).reshape(len(keys), dim)
+    table = delta(keys, rows)
+    validate(table, {FQN: dim})
+    assert table.schema == DELTA_SCHEMA
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    back = pa.ipc.open_stream(sink.getvalue()).read_all()
+    assert back["key_id"].to_pylist() == keys
+    assert back["embedding"].combine_chunks().flatten().to_numpy().tobytes() == rows.tobytes()
+    assert set(back["table_fqn"].to_pylist()) <= {FQN}
+
+
+def test_keys_and_rows_are_not_copied() -> None:
+    keys, rows = np.arange(10, dtype=np.int64), np.ones((10, 3), np.float32)
+    table = make_delta(1, 0, 1, "f", FQN, keys, rows, "dump")
+    assert table["key_id"].chunk(0).buffers()[1].address == keys.ctypes.data
+    assert table["embedding"].chunk(0).flatten().buffers()[1].address == rows.ctypes.data
+
+
+def test_columns_say_where_the_rows_come_from() -> None:
+    row = delta([5], [[1.0]]).to_pylist()[0]
+    assert row == {
+        "global_step": 7,
+        "rank": 1,
+        "world_size": 4,
+        "feature_name": "f",
+        "table_fqn": FQN,
+        "key_id": 5,
+        "embedding": [1.0],
+        "source": "dump",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        (np.arange(2, dtype=np.int32), np.ones((2, 2), np.float32)),
+        (np.arange(2), np.ones((2, 2), np.float64)),
+        (np.arange(2), np.ones((3, 2), np.float32)),
+        (np.arange(2), np.ones(2, np.float32)),
+    ],
+)
+def test_arrays_of_another_shape_or_type_are_refused(keys: np.ndarray, rows: np.ndarray) -> None:
+    with pytest.raises(DeltaError, match="expected keys int64"):
+        make_delta(1, 0, 1, "f", FQN, keys, rows, "dump")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_refused_with_table_key_and_step(bad: float) -> None:
+    good, table = delta([1], [[0.0, 0.0]], fqn="m.other"), delta([10, 11, 12], [[1, 1], [1, bad], [1, 1]])
+    with pytest.raises(DeltaError, match=r"table 'm.ebc.embedding_bags.t', key 11, step 7") as caught:
+        validate(pa.concat_tables([good, table]))
+    assert (caught.value.table, caught.value.key, caught.value.step) == (FQN, 11, 7)
+
+
+def test_the_reserved_key_is_refused_with_table_key_and_step() -> None:
+    with pytest.raises(DeltaError, match=r"key -1 is reserved \(table 'm.ebc.embedding_bags.t', key -1, step 7\)"):
+        validate(delta([3, -1], [[1.0], [1.0]]))
+
+
+def test_a_wrong_dimension_is_refused_with_both_numbers() -> None:
+    with pytest.raises(DeltaError, match=r"dimension 2, its table has 3 .*key 8, step 7"):
+        validate(delta([8], [[1.0, 1.0]]), {FQN: 3})
+    with pytest.raises(DeltaError, match="not in the model"):
+        validate(delta([8], [[1.0, 1.0]]), {"m.other": 2})
+
+
+def test_offences_are_found_in_slices_and_later_chunks() -> None:
+    table = pa.concat_tables([delta(range(10), np.ones((10, 2))), delta([20, 21], [[1, 1], [np.nan, 1]])])
+    with pytest.raises(DeltaError, match="key 21"):
+        validate(table.slice(3), {FQN: 2})
+    validate(table.slice(3, 8), {FQN: 2})
+
+
+@pytest.mark.parametrize("column", ["table_fqn", "key_id", "embedding"])
+def test_nulls_are_refused(column: str) -> None:
+    rows = delta([4, 5], [[1.0], [1.0]]).to_pylist()
+    rows[1][column] = None
+    table = pa.Table.from_pylist(rows, schema=pa.schema([field.with_nullable(True) for field in DELTA_SCHEMA]))
+    with pytest.raises(DeltaError, match=f"{column} is null"):
+        validate(table)
+    rows = delta([4, 5], [[1.0], [1.0]]).to_pylist()
+    rows[0]["embedding"] = [None]
+    with pytest.raises(DeltaError, match="key 4"):
+        validate(pa.Table.from_pylist(rows, schema=DELTA_SCHEMA))
+
+
+def test_another_schema_is_refused() -> None:
+    with pytest.raises(DeltaError, match="schema is"):
+        validate(delta([1], [[1.0]]).drop_columns(["source"]))

@@ -1,0 +1,144 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltaproof.reference.delta import DeltaError
+from deltaproof.reference.dumper import Cadence, Dumper
+
+EBC, DP = "m.ebc.embedding_bags.t", "m.ebc.embedding_bags.dp"
+
+
+class FakeClock:
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def source(kit: Any) -> Any:
+    return kit.source({("m.ebc", "ebc", "t"): (20, 2, "row_wise"), ("m.ebc", "ebc", "dp"): (20, 2, "data_parallel")})
+
+
+@pytest.fixture
+def dumper(kit: Any, source: Any) -> Dumper:
+    return Dumper(source, kit.settings(), rank=1, world_size=2)
+
+
+def rows_of(table: Any) -> dict[tuple[str, int], float]:
+    return {(r["table_fqn"], r["key_id"]): r["embedding"][0] for r in table.to_pylist()} if table else {}
+
+
+def test_a_dump_holds_what_was_touched_since_the_last_one_at_present_values(source: Any, dumper: Dumper) -> None:
+    source.train(EBC, [3, 4], 1.0)
+    source.train(EBC, [4, 9], 2.0)
+    table = dumper.dump(5)
+    assert rows_of(table) == {(EBC, 3): 1.0, (EBC, 4): 2.0, (EBC, 9): 2.0}
+    row = table.to_pylist()[0]
+    assert (row["global_step"], row["rank"], row["world_size"], row["source"]) == (5, 1, 2, "dump")
+    source.train(EBC, [4], 3.0)
+    assert rows_of(dumper.dump(10)) == {(EBC, 4): 3.0}
+
+
+def test_a_quiet_interval_gives_no_delta_and_loses_nothing_after_it(source: Any, dumper: Dumper) -> None:
+    assert dumper.dump(5) is None
+    source.touched[EBC] = set()
+    assert dumper.dump(10) is None
+    source.train(EBC, [1], 1.0)
+    assert rows_of(dumper.dump(15)) == {(EBC, 1): 1.0}
+
+
+def test_the_final_dump_reads_again_every_replicated_row_this_rank_published(source: Any, dumper: Dumper) -> None:
+    source.train(DP, [1, 2], 1.0)
+    source.train(EBC, [7], 1.0)
+    dumper.dump(5)
+    source.train(DP, [3], 1.0)
+    source.weights[DP][[1, 2]] = 5.0  # another rank's batch moved them
+    source.train(EBC, [8], 2.0)
+    last = dumper.dump(7, final=True)
+    assert rows_of(last) == {(DP, 1): 5.0, (DP, 2): 5.0, (DP, 3): 1.0, (EBC, 8): 2.0}
+    assert set(last["source"].to_pylist()) == {"final"}
+
+
+def test_a_dump_that_raises_forgets_no_id(source: Any, dumper: Dumper, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.train(EBC, [1, 2], 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "gather", lambda fqn, keys: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dumper.dump(5)
+    source.train(EBC, [3], 1.0)
+    assert dumper.tracked_rows() == 3
+    assert set(rows_of(dumper.dump(6))) == {(EBC, 1), (EBC, 2), (EBC, 3)}
+    assert dumper.tracked_rows() == 0
+
+
+def test_an_error_of_the_source_gets_the_step(source: Any, dumper: Dumper, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise DeltaError("id outside this rank's shard", table=EBC, key=99, step=None)
+
+    monkeypatch.setattr(source, "drain", refuse)
+    with pytest.raises(DeltaError, match=r"key 99, step 5"):
+        dumper.dump(5)
+
+
+def test_discard_forgets_a_warm_up(source: Any, dumper: Dumper) -> None:
+    source.train(EBC, [1], 1.0)
+    dumper.discard()
+    assert dumper.dump(1, final=True) is None
+
+
+def test_the_step_cadence_is_due_at_each_boundary(kit: Any) -> None:
+    cadence = Cadence(kit.settings(every_steps=5))
+    assert [step for step in range(1, 21) if cadence.due(step)] == [5, 10, 15, 20]
+
+
+def test_the_step_cadence_starts_anywhere_and_takes_gaps_as_crossings(kit: Any) -> None:
+    cadence = Cadence(kit.settings(every_steps=5))
+    assert [step for step in (10, 11, 14, 17, 29, 31, 8, 9, 10) if cadence.due(step)] == [10, 17, 29, 31, 10]
+    assert not Cadence(kit.settings(every_steps=5)).due(0)
+
+
+@given(st.integers(1, 7), st.lists(st.integers(1, 4), min_size=1, max_size=40))
+def test_no_interval_of_steps_stays_without_a_dump(every: int, strides: list[int]) -> None:
+    from deltaproof.reference.settings import Settings
+
+    cadence = Cadence(Settings(project="p", view="v", version="v1", every_steps=every))
+    steps = np.cumsum(strides).tolist()
+    due = [step for step in steps if cadence.due(step)]
+    before = steps[0] - 1
+    expected = []
+    for step in steps:
+        if any(number % every == 0 for number in range(before + 1, step + 1)):
+            expected.append(step)
+        before = step
+    assert due == expected
+
+
+def test_missed_minute_deadlines_are_skipped_and_the_phase_is_kept(kit: Any) -> None:
+    clock = FakeClock(1000.0)
+    cadence = Cadence(kit.settings(every_minutes=1.0), clock)
+    due_at = []
+    for now_s in (1030, 1059.9, 1060, 1061, 1100, 1125, 1400, 1401, 1419, 1420, 1479, 1480):
+        clock.now_s = now_s
+        if cadence.due(1):
+            due_at.append(now_s)
+    assert due_at == [1060, 1125, 1400, 1420, 1480]
+
+
+@given(st.lists(st.floats(0, 500), min_size=1, max_size=50), st.floats(0.01, 5.0))
+def test_minute_dumps_never_outnumber_the_periods(gaps_s: list[float], minutes: float) -> None:
+    from deltaproof.reference.settings import Settings
+
+    clock = FakeClock(50.0)
+    cadence = Cadence(Settings(project="p", view="v", version="v1", every_minutes=minutes), clock)
+    fired: list[int] = []
+    for gap_s in gaps_s:
+        clock.now_s += gap_s
+        if cadence.due(1):
+            fired.append(int((clock.now_s - 50.0) / (60 * minutes)))
+            assert not cadence.due(1)
+    assert len(fired) <= (clock.now_s - 50.0) / (60 * minutes) + 1e-6

@@ -1,0 +1,273 @@
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+from alibabacloud_credentials.utils import auth_util
+
+from deltaproof.reference.contract import ContractError, TableRef, embedding_names
+from deltaproof.reference.delta import DeltaError
+from deltaproof.reference.publisher import Publisher, PublisherError, connect
+from deltaproof.reference.uploader import UploadError
+
+A, B = "m.a.embedding_bags.t", "m.b.embedding_bags.t"
+
+
+@pytest.fixture
+def source(kit: Any) -> Any:
+    return kit.source({("m.a", "ebc", "t"): (20, 2, "row_wise"), ("m.b", "ebc", "t"): (20, 2, "row_wise")})
+
+
+@pytest.fixture
+def client(kit: Any) -> Any:
+    return kit.client(kit.view())
+
+
+def publisher_of(
+    kit: Any, source: Any, client: Any, barrier: Any = lambda: None, rank: int = 0, **changes: Any
+) -> Publisher:
+    return Publisher(source, client, kit.settings(**changes), rank=rank, world_size=2, barrier=barrier)
+
+
+def test_four_lines_publish_a_run(kit: Any, source: Any, client: Any) -> None:
+    with publisher_of(kit, source, client) as publisher:
+        publisher.start()
+        for step in range(1, 14):
+            source.train(A, [step], float(step))
+            publisher.after_step(step)
+        assert publisher.uploader.pending_steps() == () or publisher.uploader.pending_steps() <= (5, 10)
+        publisher.finish(13)
+        assert publisher.acknowledged == 13
+    assert {key: row[1][0] for (_, key), row in client.view.stored.items()} == {n: float(n) for n in range(1, 14)}
+    assert client.steps == ["create entity", "missing", "create view", "open"]
+
+
+@pytest.mark.parametrize("last", [4, 5, 6, 10])
+def test_the_trailing_rows_go_out_wherever_the_rank_stops(kit: Any, source: Any, client: Any, last: int) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    for step in range(1, last + 1):
+        source.train(B, [step], 1.0)
+        publisher.after_step(step)
+    source.train(B, [19], 1.0)  # touched, though the rank made no further step of its own
+    publisher.finish(last)
+    publisher.close()
+    assert {key for _, key in client.view.stored} == {*range(1, last + 1), 19}
+
+
+def test_equal_table_names_under_two_owners_stay_apart(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    source.train(B, [1], 2.0)
+    publisher.finish(1)
+    assert {key: row[1][0] for key, row in client.view.stored.items()} == {(A, 1): 1.0, (B, 1): 2.0}
+
+
+def test_the_manifest_is_the_exporters_and_rows_carry_its_names(kit: Any, client: Any) -> None:
+    source = kit.source({("m.ebc_user", "ebc", "t"): (9, 2, "row_wise"), ("m.ec", "ec", "t"): (9, 2, "row_wise")})
+    publisher = publisher_of(kit, source, client, naming="role")
+    refs = [TableRef("m.ebc_user", "ebc", "t"), TableRef("m.ec", "ec", "t")]
+    assert publisher.manifest() == embedding_names(refs, "role")
+    publisher.start()
+    for name in source.infos:
+        source.train(name, [1], 1.0)
+    publisher.finish(1)
+    assert set(client.view.stored) == {("t__ebc", 1), ("t__ec", 1)}
+
+
+def test_twins_that_are_both_trained_are_refused(kit: Any, client: Any) -> None:
+    source = kit.source({("m.ebc_user", "ebc", "t"): (9, 2, "row_wise"), ("m.ebc", "ebc", "t"): (9, 2, "row_wise")})
+    with pytest.raises(ContractError, match="are both trained"):
+        publisher_of(kit, source, client)
+
+
+def test_lookups_before_start_and_in_evaluation_are_not_published(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    source.train(A, [1], 0.0)
+    publisher.start()
+
+    def evaluate() -> None:
+        with publisher.paused():
+            source.train(A, [2], 0.0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        evaluate()
+    source.train(A, [3], 1.0)
+    publisher.finish(1)
+    assert {key for _, key in client.view.stored} == {3}
+
+
+def test_a_store_failure_is_raised_at_the_next_step(kit: Any, source: Any, client: Any) -> None:
+    client.view.script = ["fatal"]
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    publisher.after_step(5)
+    with pytest.raises(UploadError):
+        publisher.uploader.drain()
+    with pytest.raises(UploadError, match="steps \\[5\\]"):
+        publisher.after_step(6)
+    with pytest.raises(UploadError, match="steps \\[5"):
+        publisher.finish(6)
+
+
+def test_a_row_that_must_not_be_sent_ends_the_step_that_made_it(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [4], float("inf"))
+    with pytest.raises(DeltaError, match="key 4, step 5"):
+        publisher.after_step(5)
+
+
+def test_forgetting_finish_is_an_error_when_rows_were_touched(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    publisher.after_step(5)
+    source.train(A, [2, 3], 1.0)
+    publisher.after_step(6)
+    with pytest.raises(PublisherError, match="rank 0: 2 rows changed since the last dump"):
+        publisher.close()
+    publisher.close()
+
+
+def test_training_after_finish_needs_another_finish(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    publisher.finish(1)
+    source.train(A, [1], 1.0)
+    publisher.after_step(2)
+    with pytest.raises(PublisherError, match="call finish"):
+        publisher.close()
+
+
+def test_an_exception_of_training_is_the_one_raised_and_does_not_wait_for_the_store(
+    kit: Any, source: Any, client: Any
+) -> None:
+    client.view.script = ["lost"]
+    slow = {"retry_delay_ms_min": 60_000, "retry_delay_ms_max": 60_000}
+
+    def train() -> None:
+        with publisher_of(kit, source, client, **slow) as publisher:
+            publisher.start()
+            source.train(A, [1], 1.0)
+            publisher.after_step(5)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train()
+    assert "not acknowledged: 1 rows of steps [5]" in caught.value.__notes__[0]
+
+
+def test_calls_before_start_say_so(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    for call in (lambda: publisher.after_step(1), lambda: publisher.finish(1), lambda: publisher.acknowledged):
+        with pytest.raises(PublisherError, match=r"call start\(\) first"):
+            call()
+    publisher.close()
+
+
+class Ranks:
+    """Starts `world_size` publishers in threads with one real barrier; collects what each start raised."""
+
+    def __init__(self, kit: Any, client: Any) -> None:
+        self.barrier = threading.Barrier(3, timeout=kit.deadline_s)
+        self.publishers = [
+            Publisher(
+                kit.source({("m", "ebc", "t"): (4, 2, "row_wise")}),
+                client,
+                kit.settings(),
+                rank=rank,
+                world_size=3,
+                barrier=self.barrier.wait,
+            )
+            for rank in range(3)
+        ]
+        self.raised: list[Any] = ["not done"] * 3
+        threads = [threading.Thread(target=self._start, args=(rank,), daemon=True) for rank in (1, 2, 0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(kit.deadline_s)
+
+    def _start(self, rank: int) -> None:
+        try:
+            self.raised[rank] = self.publishers[rank].start()
+        except Exception as error:
+            self.raised[rank] = error
+
+
+def test_only_rank_0_creates_and_the_others_open_after_it(kit: Any, client: Any) -> None:
+    ranks = Ranks(kit, client)
+    assert ranks.raised == [None] * 3
+    assert client.steps == ["create entity", "missing", "create view", "open", "open", "open"]
+    again = Ranks(kit, client)
+    assert again.raised == [None] * 3
+    assert client.steps.count("create view") == client.steps.count("create entity") == 1
+
+
+def test_rank_0_meets_the_others_although_it_failed(kit: Any, client: Any, monkeypatch: Any) -> None:
+    def refuse(**how: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(client, "create_dynamic_embedding_feature_view", refuse)
+    ranks = Ranks(kit, client)
+    assert isinstance(ranks.raised[0], ConnectionError)
+    assert [str(error) for error in ranks.raised[1:]] == [
+        f"rank {rank}: there is no view 'v'; see rank 0's error, it creates the view" for rank in (1, 2)
+    ]
+
+
+def test_a_missing_project_is_named(kit: Any, source: Any, client: Any) -> None:
+    with pytest.raises(PublisherError, match="no project 'nope'"):
+        publisher_of(kit, source, client, project="nope").start()
+
+
+def test_a_view_of_another_type_is_refused(kit: Any, source: Any, client: Any) -> None:
+    client.exists = True
+    client.view.embedding_field_type = "ARRAY<UINT8>"
+    with pytest.raises(PublisherError, match="holds ARRAY<UINT8>"):
+        publisher_of(kit, source, client).start()
+
+
+def test_an_sdk_that_does_not_say_the_type_is_accepted(kit: Any, source: Any, client: Any, monkeypatch: Any) -> None:
+    client.exists = True
+    monkeypatch.delattr(type(client.view), "embedding_field_type")
+    publisher_of(kit, source, client).start()
+
+
+def test_connect_takes_fresh_credentials_from_the_chain_and_the_login_from_the_environment(
+    kit: Any, monkeypatch: Any
+) -> None:
+    seen: list[dict[str, Any]] = []
+    sdk = types.ModuleType("feature_store_py")
+    sdk.FeatureStoreClient = lambda **how: seen.append(how)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "feature_store_py", sdk)
+    # The package reads these variables when it is imported, so setting them now would be too late.
+    monkeypatch.setattr(auth_util, "environment_access_key_id", "id-1")
+    monkeypatch.setattr(auth_util, "environment_access_key_secret", "secret-1")
+    monkeypatch.setattr(auth_util, "environment_security_token", "token-1")
+    monkeypatch.setenv("FEATUREDB_USERNAME", "rank0")
+    monkeypatch.setenv("FEATUREDB_PASSWORD", "pass-1")
+    connect(kit.settings(endpoint="127.0.0.1:1"))
+    monkeypatch.setattr(auth_util, "environment_security_token", "token-2")
+    connect(kit.settings(endpoint="127.0.0.1:1"))
+    assert seen[0] == {
+        "access_key_id": "id-1",
+        "access_key_secret": "secret-1",
+        "region": "cn-hangzhou",
+        "endpoint": "127.0.0.1:1",
+        "security_token": "token-1",
+        "featuredb_username": "rank0",
+        "featuredb_password": "pass-1",
+    }
+    assert seen[1]["security_token"] == "token-2"
+
+
+def test_connect_names_the_package_that_is_missing(kit: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "feature_store_py", None)
+    with pytest.raises(PublisherError, match="feature_store_py"):
+        connect(kit.settings())

@@ -1,0 +1,461 @@
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltaproof.reference.delta import DeltaError
+from deltaproof.reference.uploader import Uploader, UploadError
+
+T = "m.ebc.embedding_bags.t"
+
+
+class WallClock:
+    """Returns the given seconds one after another, then the last one for ever."""
+
+    def __init__(self, *times_s: float) -> None:
+        self.times_s = list(times_s)
+
+    def time(self) -> float:
+        return self.times_s.pop(0) if len(self.times_s) > 1 else self.times_s[0]
+
+
+@pytest.fixture
+def run(kit: Any) -> Callable[..., Uploader]:
+    def make(view: Any, clock: Any = WallClock(1.0), names: Any = None, dims: Any = None, **changes: Any) -> Uploader:  # noqa: B008
+        uploader = Uploader(view, kit.settings(**changes), 0, 1, clock, names=names, dims=dims)
+        uploader.start()
+        return uploader
+
+    return make
+
+
+def when_submit_waits(uploader: Uploader, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Call `then` each time the training thread is about to wait for room."""
+    wait = uploader._wait
+
+    def announced(*args: float) -> None:
+        then()
+        wait(*args)
+
+    monkeypatch.setattr(uploader, "_wait", announced)
+
+
+def raises_within(kit: Any, call: Callable[[], Any]) -> BaseException | None:
+    """What `call` raised in a thread of its own; fails when it takes too long."""
+    caught: list[BaseException | None] = []
+
+    def body() -> None:
+        try:
+            call()
+        except BaseException as error:
+            caught.append(error)
+        else:
+            caught.append(None)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(kit.deadline_s)
+    assert caught, "the call is still waiting"
+    return caught[0]
+
+
+@pytest.mark.parametrize("upload_format", ["arrow", "json"])
+def test_every_row_reaches_the_store_in_either_format(kit: Any, run: Any, upload_format: str) -> None:
+    keys = [0, -2, 2**53 + 1, 2**63 - 1, -(2**63)]
+    view = kit.view()
+    uploader = run(view, upload_format=upload_format, batch_size=2, names={T: "published"})
+    uploader.submit(5, kit.delta(5, keys, 0.1))
+    uploader.close()
+    assert set(view.stored) == {("published", key) for key in keys}
+    assert view.stored["published", 2**53 + 1][1] == pytest.approx((0.1, 0.1))
+    assert uploader.acknowledged_step == 5
+    assert uploader.counters == {"steps": 1, "rows": 5, "batches": 3, "retries": 0}
+
+
+def test_windows_hold_at_most_max_workers_batches_of_at_most_the_sdks_size(kit: Any, run: Any) -> None:
+    view = kit.view(batch_size=10)
+    uploader = run(view, batch_size=1000, max_workers=3)
+    uploader.submit(1, kit.delta(1, range(45)))
+    uploader.close()
+    assert [rows for _, rows in view.sent] == [10, 10, 10, 10, 5]
+    assert view.windows == [3, 2]
+
+
+def test_each_batch_has_a_ts_of_its_own_also_when_chunks_make_more_batches(kit: Any, run: Any) -> None:
+    view = kit.view()
+    uploader = run(view, batch_size=10)
+    chunked = pa.concat_tables([kit.delta(1, [n]) for n in range(7)])
+    uploader.submit(1, chunked)
+    uploader.submit(2, kit.delta(2, range(3)))
+    uploader.close()
+    assert [ts for ts, _ in view.sent] == list(range(1000, 1008))
+
+
+def test_ts_start_above_what_the_store_holds_although_the_clock_is_behind(kit: Any, run: Any) -> None:
+    view = kit.view(high_water=77_000)
+    uploader = run(view, WallClock(5.0))
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.close()
+    assert view.sent == [(77_001, 1)]
+
+
+def test_an_sdk_without_a_high_water_mark_falls_back_to_the_wall_clock(kit: Any, run: Any) -> None:
+    view = kit.view(high_water=77_000)
+    view.high_water_ts = None
+    uploader = run(view, WallClock(5.0))
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.close()
+    assert view.sent == [(5000, 1)]
+
+
+CLOCKS = st.lists(st.floats(0, 2e9) | st.integers(0, 3), min_size=1, max_size=12)
+ANSWERS = ["ok", "lost", "half", "silent-half", "unseen", "write-breaks", "fatal"]
+SCRIPTS = st.lists(st.sampled_from(ANSWERS), max_size=8)
+KEY_LISTS = st.lists(st.integers(0, 6), min_size=1, max_size=6, unique=True)
+
+
+@settings(max_examples=60)
+@given(CLOCKS, st.integers(0, 2**41), SCRIPTS, st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_ts_strictly_increase_under_any_clock_and_any_failure(
+    kit: Any, times_s: list[float], high_water: int, script: list[str], sizes: list[int]
+) -> None:
+    view = kit.view(script, high_water)
+    uploader = Uploader(view, kit.settings(batch_size=2, max_workers=2), 0, 1, WallClock(*times_s))
+    uploader.start()
+    try:
+        for step, size in enumerate(sizes):
+            uploader.submit(step, kit.delta(step, range(size)))
+        uploader.close()
+    except UploadError:
+        pass
+    stamps = [ts for ts, _ in view.sent]
+    assert all(before < after for before, after in zip([high_water, *stamps], stamps, strict=False))
+
+
+@settings(max_examples=150)
+@given(
+    SCRIPTS,
+    st.lists(st.tuples(st.integers(0, 3), KEY_LISTS), max_size=6),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_submitted_row_is_acknowledged_or_named(
+    kit: Any, script: list[str], steps: list[tuple[int, list[int]]], attempts: int, drain: bool
+) -> None:
+    view = kit.view(script)
+    uploader = Uploader(view, kit.settings(batch_size=2, max_workers=2, retry_attempts_max=attempts), 0, 1)
+    uploader.start()
+    latest: dict[int, int] = {}  # key -> position of the last submission that holds it
+    error: UploadError | None = None
+    attempted: list[tuple[int, list[int]]] = []
+    accepted = 0
+    try:
+        for position, (step, keys) in enumerate(steps):
+            attempted.append((step, keys))
+            uploader.submit(step, kit.delta(step, keys, float(position)))
+            accepted = position + 1
+            latest |= dict.fromkeys(keys, position)
+        uploader.close(drain)
+    except UploadError as caught:
+        error = caught
+    # What is named is exactly the tail of what was submitted; everything before it is in the store.
+    named = error.unacknowledged if error else ()
+    acknowledged = len(attempted) - len(named)
+    assert list(named) == [step for step, _ in attempted[acknowledged:]]
+    assert error is None or error.rows == sum(len(keys) for _, keys in attempted[acknowledged:])
+    for key, position in latest.items():
+        if position < acknowledged:
+            assert view.stored[T, key][1][0] == float(position)
+    if drain:  # else a last flush may still be answered while the step it belongs to is given up
+        assert uploader.pending_steps() == named[: accepted - acknowledged]
+        assert uploader.acknowledged_step == (attempted[acknowledged - 1][0] if acknowledged else None)
+
+
+def test_a_retry_sends_the_whole_step_again_under_newer_ts(kit: Any, run: Any) -> None:
+    view = kit.view(["ok", "half"])
+    uploader = run(view, batch_size=1, max_workers=2)
+    uploader.submit(1, kit.delta(1, range(6)))
+    uploader.close()
+    assert view.windows == [2, 2, 2, 2, 2]  # two of the first attempt, three of the second
+    assert [ts for ts, _ in view.sent] == [1000, 1001, 1002, 1003, *range(1006, 1012)]
+    assert min(ts for ts, _ in view.stored.values()) == 1006
+    assert uploader.counters["retries"] == 1
+
+
+@pytest.mark.parametrize("answer", ["lost", "half", "silent-half"])
+def test_a_summary_that_does_not_match_is_never_an_acknowledgement(kit: Any, run: Any, answer: str) -> None:
+    view = kit.view([answer] * 3)
+    uploader = run(view, retry_attempts_max=3, batch_size=2)
+    uploader.submit(4, kit.delta(4, range(5)))
+    with pytest.raises(UploadError, match=r"rank 0: step 4 .*not acknowledged: 5 rows of steps \[4\]") as caught:
+        uploader.close()
+    assert (caught.value.step, caught.value.rows, caught.value.unacknowledged) == (4, 5, (4,))
+    assert len(view.windows) == 3
+    assert uploader.acknowledged_step is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"total_batches": 2}, {"total_records": 2}, {"success_records": 0}, {"failed_records": 1}, {"failed_batches": 1}],
+)
+def test_each_count_of_a_summary_matters(kit: Any, run: Any, change: dict[str, int]) -> None:
+    view = kit.view()
+    honest = view.write_flush
+    view.write_flush = lambda: honest() | change
+    uploader = run(view, retry_attempts_max=1)
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError, match="flush summary"):
+        uploader.close()
+
+
+def test_a_fatal_error_is_not_retried_and_stops_what_follows(kit: Any, run: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold("fatal")]
+    uploader = run(view)
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.submit(2, kit.delta(2, [2, 3]))
+    view.release.set()
+    with pytest.raises(UploadError, match="no access") as caught:
+        uploader.drain()
+    assert caught.value.unacknowledged == (1, 2)
+    assert caught.value.rows == 3
+    assert len(view.windows) == 1
+    for call in (uploader.check_error, lambda: uploader.submit(3, kit.delta(3, [4])), uploader.close):
+        with pytest.raises(UploadError, match="no access"):
+            call()
+    assert not view.stored
+
+
+def test_a_refused_step_is_named_too(kit: Any, run: Any) -> None:
+    uploader = run(kit.view(["fatal"]))
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError):
+        uploader.drain()
+    with pytest.raises(UploadError) as caught:
+        uploader.submit(9, kit.delta(9, [1, 2]))
+    assert caught.value.unacknowledged == (1, 9)
+    assert caught.value.rows == 3
+
+
+def test_submit_waits_for_room_and_a_failure_ends_the_wait(kit: Any, run: Any, monkeypatch: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold("fatal")]
+    uploader = run(view, queue_steps_max=1)
+    uploader.submit(1, kit.delta(1, [1]))
+    assert view.entered.wait(kit.deadline_s)
+    when_submit_waits(uploader, monkeypatch, view.release.set)
+    error = raises_within(kit, lambda: uploader.submit(2, kit.delta(2, [2])))
+    assert isinstance(error, UploadError)
+    assert error.unacknowledged == (1, 2)
+
+
+def test_submit_goes_on_when_there_is_room_again(kit: Any, run: Any, monkeypatch: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold()]
+    uploader = run(view, queue_steps_max=1)
+    uploader.submit(1, kit.delta(1, [1]))
+    assert view.entered.wait(kit.deadline_s)
+    when_submit_waits(uploader, monkeypatch, view.release.set)
+    assert raises_within(kit, lambda: uploader.submit(2, kit.delta(2, [2]))) is None
+    uploader.close()
+    assert len(view.stored) == 2
+
+
+@pytest.mark.parametrize(("bound", "fits"), [({"queue_steps_max": 3}, 3), ({"queue_bytes_max": 200}, 2)])
+def test_the_queue_is_bounded_in_steps_and_in_bytes(
+    kit: Any, run: Any, monkeypatch: Any, bound: dict[str, int], fits: int
+) -> None:
+    view = kit.view()
+    view.script = [view.hold()]
+    uploader = run(view, **bound)
+    assert 200 / 3 < kit.delta(0, [0]).nbytes <= 200 / 2
+    queued: list[int] = []
+
+    def count() -> None:
+        queued.append(len(uploader.pending_steps()))
+        view.release.set()
+
+    when_submit_waits(uploader, monkeypatch, count)
+    for step in range(fits + 1):
+        assert raises_within(kit, lambda step=step: uploader.submit(step, kit.delta(step, [step]))) is None
+    assert queued[0] == fits
+    uploader.close()
+    assert uploader.acknowledged_step == fits
+
+
+def test_a_delta_over_the_byte_bound_enters_alone(kit: Any, run: Any) -> None:
+    uploader = run(kit.view(), queue_bytes_max=1)
+    for step in range(3):
+        assert raises_within(kit, lambda step=step: uploader.submit(step, kit.delta(step, range(50)))) is None
+    uploader.close()
+    assert uploader.acknowledged_step == 2
+
+
+def test_a_flush_that_never_returns_is_reported_at_the_next_call(kit: Any, run: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold()]
+    uploader = run(view, flush_timeout_s=0.05, queue_steps_max=1)
+    uploader.submit(3, kit.delta(3, [1, 2]))
+    assert view.entered.wait(kit.deadline_s)
+    for call in (lambda: uploader.submit(4, kit.delta(4, [1])), uploader.drain, uploader.check_error, uploader.close):
+        error = raises_within(kit, call)
+        assert isinstance(error, UploadError)
+        assert "has not answered a flush" in str(error)
+        assert error.unacknowledged[0] == 3
+    view.release.set()
+
+
+def test_close_keeps_its_deadline_and_names_every_step(kit: Any, run: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold()]
+    uploader = run(view, close_timeout_s=0.05)
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.submit(2, kit.delta(2, [2]))
+    uploader.submit(2, kit.delta(2, [3]))
+    error = raises_within(kit, uploader.close)
+    assert isinstance(error, UploadError)
+    assert error.unacknowledged == (1, 2, 2)
+    assert "did not acknowledge within 0.05 s" in str(error)
+    view.release.set()
+
+
+def test_close_without_drain_names_what_was_left(kit: Any, run: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold("lost")]
+    uploader = run(view, retry_delay_ms_min=60_000, retry_delay_ms_max=60_000)
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.submit(2, kit.delta(2, [1]))
+    assert view.entered.wait(kit.deadline_s)
+    view.release.set()
+    error = raises_within(kit, lambda: uploader.close(drain=False))
+    assert isinstance(error, UploadError)
+    assert error.unacknowledged == (1, 2)
+
+
+def test_submit_after_close_is_an_error_not_a_drop(kit: Any, run: Any) -> None:
+    uploader = run(kit.view())
+    uploader.close()
+    with pytest.raises(UploadError, match="not running") as caught:
+        uploader.submit(8, kit.delta(8, [1]))
+    assert caught.value.unacknowledged == (8,)
+    uploader.close()
+    never = Uploader(kit.view(), kit.settings(), 0, 1)
+    with pytest.raises(UploadError, match="not running"):
+        never.submit(8, kit.delta(8, [1]))
+
+
+def test_two_submissions_of_one_step_are_both_sent(kit: Any, run: Any) -> None:
+    view = kit.view()
+    uploader = run(view)
+    uploader.submit(5, kit.delta(5, [1], 1.0))
+    uploader.submit(5, kit.delta(5, [1, 2], 2.0))
+    uploader.close()
+    assert {key: row[1][0] for key, row in view.stored.items()} == {(T, 1): 2.0, (T, 2): 2.0}
+
+
+def test_rows_that_must_not_be_sent_are_refused_at_submit(kit: Any, run: Any) -> None:
+    view = kit.view()
+    uploader = run(view, dims={T: 2})
+    for keys, value, dim in (([-1], 1.0, 2), ([1], float("nan"), 2), ([1], 1.0, 3)):
+        with pytest.raises(DeltaError, match=r"table 'm.ebc.embedding_bags.t', key -?1, step 6"):
+            uploader.submit(6, kit.delta(6, keys, value, dim=dim))
+    uploader.close()
+    assert not view.sent
+
+
+def test_an_empty_delta_is_acknowledged_without_a_request(kit: Any, run: Any) -> None:
+    view = kit.view()
+    uploader = run(view)
+    uploader.submit(5, kit.delta(5, []))
+    uploader.close()
+    assert (uploader.acknowledged_step, view.windows) == (5, [])
+
+
+def test_an_error_nobody_foresaw_reaches_the_training_thread(kit: Any, run: Any, monkeypatch: Any) -> None:
+    uploader = run(kit.view())
+    monkeypatch.setattr(uploader, "_batches", lambda table: 1 / 0)
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError, match="division by zero"):
+        uploader.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "retriable"),
+    [
+        (("x", {"retriable": True, "status": 403}), True),
+        (("x", {"retriable": False, "status": 503}), False),
+        (("x", {"status": 500}), True),
+        (("x", {"status": 429}), True),
+        (("x", {"status": 408}), True),
+        (("x", {"status": 403}), False),
+        (("x", {"status": 401}), False),
+        (("HTTP 503 from the store", {}), True),
+        (("HTTP 403 from the store", {}), False),
+        (("lost 12345 bytes", {}), True),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (RuntimeError("?"), True),
+        (PermissionError(), False),
+        (pa.ArrowInvalid("schema"), False),
+        (TypeError(), False),
+        (KeyError("pk"), False),
+    ],
+)
+def test_errors_are_told_apart(kit: Any, error: Any, retriable: bool) -> None:
+    said = kit.error(error[0], **error[1]) if isinstance(error, tuple) else error
+    assert Uploader(kit.view(), kit.settings(), 0, 1)._is_retriable(said) is retriable
+
+
+def test_waits_grow_stay_bounded_and_respect_retry_after(kit: Any) -> None:
+    uploader = Uploader(
+        kit.view(), kit.settings(retry_delay_ms_min=100, retry_delay_ms_max=5000, flush_timeout_s=60.0), 0, 1
+    )
+    for attempt, most_s in ((1, 0.1), (2, 0.2), (3, 0.4), (20, 5.0), (5000, 5.0)):
+        waits_s = {uploader._retry_delay_s(attempt, None) for _ in range(50)}
+        assert most_s / 2 <= min(waits_s) < max(waits_s) <= most_s
+    assert uploader._retry_delay_s(1, 30.0) == 30.0
+    assert uploader._retry_delay_s(1, 1e9) == 60.0
+
+
+def test_the_longest_retry_after_of_a_flush_is_the_one_kept(kit: Any, run: Any, monkeypatch: Any) -> None:
+    view = kit.view(["lost"])
+    honest = view.write_flush
+
+    def two_errors() -> Any:
+        summary = honest()
+        if summary["errors"]:
+            summary["errors"] = [kit.error("a", status=429, retry_after_s=wait_s) for wait_s in (0.001, 0.03, 0.002)]
+        return summary
+
+    view.write_flush = two_errors
+    uploader = run(view)
+    paused: list[float] = []
+    monkeypatch.setattr(uploader, "_pause", paused.append)
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.close()
+    assert paused == [0.03]
+
+
+def test_no_credential_is_repeated_in_an_error(kit: Any, run: Any, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("FEATUREDB_PASSWORD", "planted-password")
+    monkeypatch.setenv("ALIBABA_CLOUD_SECURITY_TOKEN", "planted-token")
+    view = kit.view()
+
+    def leak() -> None:
+        raise ConnectionError("login planted-password failed; token: other-value; x planted-token" + "y" * 999)
+
+    view.write_flush = leak
+    uploader = run(view, retry_attempts_max=2)
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError) as caught:
+        uploader.close()
+    for text in (str(caught.value), repr(caught.value), caplog.text):
+        assert "[redacted]" in text
+        assert "planted" not in text
+        assert "other-value" not in text
+        assert len(text) < 1000
+    assert caught.value.__cause__ is None
