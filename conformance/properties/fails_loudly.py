@@ -40,7 +40,8 @@ def fails_loudly(history: History) -> Finding:
         finding.report(raised, lambda o: violation(o, f"failed although {cause}"))
     mute = [o for o in raised if not o.error.strip()]
     finding.report(mute, lambda o: violation(o, "failed without a word"))
-    vague = [o for o in raised if o is failed[0] and o not in mute and not _names_a_place(o)]
+    # What the training loop itself raises is not the target's text.
+    vague = [o for o in raised if o is failed[0] and o.where != "train" and o not in mute and not _names_a_place(o)]
     finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
     vanished = [o for o in failed if o.status == "vanished"]
     finding.report(vanished, lambda o: violation(o, f"vanished (exit code {o.exitcode}): no error, and not finished"))

@@ -68,7 +68,10 @@ async def _serving(
     await runner.setup()
     server, loop = runner.server, asyncio.get_running_loop()
     assert server is not None  # set by setup()
-    listener = await loop.create_server(lambda: HttpConnection(server, loop=loop, access_log=None), sock=sock)
+    listener = await loop.create_server(
+        lambda: HttpConnection(server, loop=loop, access_log=None),  # type: ignore[arg-type]  # None: no access log
+        sock=sock,
+    )
     try:
         yield app
     finally:

@@ -145,6 +145,9 @@ class ProcessEngine:
         events = list(supervisor.events)
         for rank in range(scenario.world_size):
             events += read_events(folder / f"rank{rank}.events.jsonl")
+        refused = next((e for e in events if e.kind == "bad-input"), None)
+        if refused is not None:
+            raise ScenarioError(refused.data["message"])
         fired = [0] * len(scenario.faults)
         for event in events:
             if event.kind == "fault":

@@ -3,6 +3,7 @@
 Nothing here may touch CUDA: a forked child could not use it any more.
 """
 
+import importlib
 import os
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -13,6 +14,10 @@ import torch
 from ...fakes import feature_store_py, server  # noqa: F401
 from ...reference import publisher, tracker  # noqa: F401
 from . import model, rank  # noqa: F401
+
+# What a rank would import only on its way, each at a cost of 0.1 s or more.
+for _name in ("torch.distributed.optim", "alibabacloud_paifeaturestore20230621.client", "numpy.ma"):
+    importlib.import_module(_name)
 
 # One thread per rank: ranks share the cores, and a thread pool made before the fork would not survive it.
 torch.set_num_threads(1)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..clocks import SkewedClock
+from ..errors import ScenarioError
 from ..faults import ClockJump, ClockOffset, DuplicateTable, Exhaustion
 from ..history import EventWriter, LedgerWriter
 from ..instrument import ObservedClient, Points
@@ -64,6 +65,9 @@ def main(spec: RankSpec) -> None:
     run = Run(scenario, spec, events)
     try:
         run.everything()
+    except ScenarioError as error:
+        events.write("bad-input", message=str(error))
+        sys.exit(2)
     except BaseException as error:
         events.write(
             "error",
@@ -127,8 +131,12 @@ class Run:
             self._fire_duplicates()
         self._shift(ClockOffset)
         publisher = resolve(spec.target)(self._context())
-        if publisher is None:
-            raise TypeError(f"rank {spec.rank}: target {spec.target!r} returned None instead of a publisher")
+        missing = [m for m in ("start", "after_step", "paused", "finish", "close") if not hasattr(publisher, m)]
+        if missing:
+            raise ScenarioError(
+                f"target {spec.target!r} returned {type(publisher).__name__}, which has no {', '.join(missing)}; "
+                "a publisher has start, after_step, paused, finish and close"
+            )
         self.points.passing("publisher.start")
         try:
             with self._in_target("start"):
