@@ -41,7 +41,7 @@ class Publisher:
         *,
         rank: int,
         world_size: int,
-        barrier: Callable[[], None],
+        barrier: Callable[[], object],
         clock: Any = time,
     ) -> None:
         self._source, self._client, self._settings = source, client, settings

@@ -204,6 +204,6 @@ def kit() -> Any:
         view, client, source, settings, delta = ScriptedView, ScriptedClient, ArraySource, settings_of, delta_of
         error, deadline_s = SdkError, DEADLINE_S
 
-    Kit.settings = staticmethod(settings_of)  # type: ignore[assignment]
-    Kit.delta = staticmethod(delta_of)  # type: ignore[assignment]
+    Kit.settings = staticmethod(settings_of)
+    Kit.delta = staticmethod(delta_of)
     return Kit

@@ -110,7 +110,7 @@ def test_equal_or_empty_names_are_refused() -> None:
 
 
 @given(st.lists(REFS, max_size=8, unique=True), st.sampled_from(["fqn", "role"]), st.randoms(use_true_random=False))
-def test_names_are_one_to_one_up_to_twins_and_do_not_depend_on_order(refs, naming, random) -> None:  # type: ignore[no-untyped-def]
+def test_names_are_one_to_one_up_to_twins_and_do_not_depend_on_order(refs, naming, random) -> None:
     try:
         names = embedding_names(refs, naming)
     except ContractError:

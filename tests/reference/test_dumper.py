@@ -37,6 +37,7 @@ def test_a_dump_holds_what_was_touched_since_the_last_one_at_present_values(sour
     source.train(EBC, [3, 4], 1.0)
     source.train(EBC, [4, 9], 2.0)
     table = dumper.dump(5)
+    assert table is not None
     assert rows_of(table) == {(EBC, 3): 1.0, (EBC, 4): 2.0, (EBC, 9): 2.0}
     row = table.to_pylist()[0]
     assert (row["global_step"], row["rank"], row["world_size"], row["source"]) == (5, 1, 2, "dump")
@@ -60,6 +61,7 @@ def test_the_final_dump_reads_again_every_replicated_row_this_rank_published(sou
     source.weights[DP][[1, 2]] = 5.0  # another rank's batch moved them
     source.train(EBC, [8], 2.0)
     last = dumper.dump(7, final=True)
+    assert last is not None
     assert rows_of(last) == {(DP, 1): 5.0, (DP, 2): 5.0, (DP, 3): 1.0, (EBC, 8): 2.0}
     assert set(last["source"].to_pylist()) == {"final"}
 

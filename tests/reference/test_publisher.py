@@ -195,9 +195,11 @@ class Ranks:
 
     def _start(self, rank: int) -> None:
         try:
-            self.raised[rank] = self.publishers[rank].start()
+            self.publishers[rank].start()
         except Exception as error:
             self.raised[rank] = error
+        else:
+            self.raised[rank] = None
 
 
 def test_only_rank_0_creates_and_the_others_open_after_it(kit: Any, client: Any) -> None:

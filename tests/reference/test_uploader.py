@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -281,7 +282,7 @@ def test_the_queue_is_bounded_in_steps_and_in_bytes(
 
     when_submit_waits(uploader, monkeypatch, count)
     for step in range(fits + 1):
-        assert raises_within(kit, lambda step=step: uploader.submit(step, kit.delta(step, [step]))) is None
+        assert raises_within(kit, partial(uploader.submit, step, kit.delta(step, [step]))) is None
     assert queued[0] == fits
     uploader.close()
     assert uploader.acknowledged_step == fits
@@ -290,7 +291,7 @@ def test_the_queue_is_bounded_in_steps_and_in_bytes(
 def test_a_delta_over_the_byte_bound_enters_alone(kit: Any, run: Any) -> None:
     uploader = run(kit.view(), queue_bytes_max=1)
     for step in range(3):
-        assert raises_within(kit, lambda step=step: uploader.submit(step, kit.delta(step, range(50)))) is None
+        assert raises_within(kit, partial(uploader.submit, step, kit.delta(step, range(50)))) is None
     uploader.close()
     assert uploader.acknowledged_step == 2
 

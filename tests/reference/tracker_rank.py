@@ -1,0 +1,317 @@
+"""One rank of the tracker's tests: a real sharded model on gloo. Run by path in a forked process (test_tracker.py).
+
+Leaves what the task returned in `rank<r>.pickle`, or a traceback in `rank<r>.error`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from deltaproof.reference.publisher import Publisher
+from deltaproof.reference.settings import Settings
+from deltaproof.reference.tracker import TorchRecSource, TrackerError
+
+ROWS, FEATURES = 51, ("fa", "fb", "fc")
+CPU = torch.device("cpu")
+RW, TW, DP = (
+    row_wise(compute_kernel="fused"),
+    lambda rank: table_wise(rank=rank, compute_kernel="fused"),
+    data_parallel(),
+)
+
+# owner -> table -> (dim, features, sharding)
+TABLES: dict[str, dict[str, tuple[int, list[str], Any]]] = {
+    "ebc": {
+        "a": (8, ["fa"], RW),
+        "b": (4, ["fb", "fa"], TW(1)),
+        "c": (4, ["fc"], DP),
+        "e": (8, ["fa", "fb"], RW),  # fa feeds two row-wise tables and a table-wise one of this owner
+        "fp16": (8, ["fc"], TW(0)),
+    },
+    "deep.ebc": {"a": (8, ["fb"], TW(0))},  # same table name as ebc's, other owner
+    "ec": {"a": (8, ["fa"], RW), "d": (8, ["fa"], TW(0))},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, tables: dict[str, Any]) -> None:
+        super().__init__()
+        self.deep = nn.Module()
+        self.owners = list(tables)
+        for owner, specs in tables.items():
+            parent, leaf = (self.deep, "ebc") if owner.startswith("deep.") else (self, owner)
+            config: Any = torchrec.EmbeddingConfig if owner == "ec" else torchrec.EmbeddingBagConfig
+            configs = [
+                config(
+                    name=name,
+                    embedding_dim=dim,
+                    num_embeddings=ROWS,
+                    feature_names=features,
+                    data_type=DataType.FP16 if name == "fp16" else DataType.FP32,
+                )
+                for name, (dim, features, _) in specs.items()
+            ]
+            kind: Any = torchrec.EmbeddingCollection if owner == "ec" else torchrec.EmbeddingBagCollection
+            setattr(parent, leaf, kind(tables=configs, device=CPU))
+
+    def forward(self, features: Any) -> Any:
+        pooled = sum(self.get_submodule(owner)(features).values().sum() for owner in self.owners if owner != "ec")
+        if "ec" not in self.owners:
+            return pooled
+        return pooled + sum(jagged.values().sum() for jagged in self.get_submodule("ec")(features).values())
+
+
+def shard(tables: dict[str, Any], world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Model(tables)
+    fused = [weight for name, weight in model.named_parameters() if not name.endswith(".c.weight")]
+    apply_optimizer_in_backward(torch.optim.SGD, fused, {"lr": 0.1})
+    sharders: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    plan = {
+        owner: construct_module_sharding_plan(
+            model.get_submodule(owner),
+            {name: sharding for name, (_, _, sharding) in specs.items()},
+            sharder=sharders[owner == "ec"],
+            local_size=1,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for owner, specs in tables.items()
+    }
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan(plan), sharders=sharders)
+
+
+def batch(rank: int, step: int, quiet: tuple[str, ...] = ()) -> dict[str, tuple[list[int], list[int]]]:
+    """Feature -> (lengths of 3 bags, ids). The parent draws the same ones."""
+    rng = np.random.default_rng([rank, step])
+    drawn = {}
+    for feature in FEATURES:
+        lengths = rng.integers(0, 4, 3) * (feature not in quiet)
+        drawn[feature] = (lengths.tolist(), rng.integers(0, ROWS, lengths.sum()).tolist())
+    return drawn
+
+
+class Rank:
+    """A model of TABLES with its optimizer and a source that follows it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.model = shard(TABLES, world_size)
+        self.dense = torch.optim.SGD([p for n, p in self.model.named_parameters() if n.endswith(".c.weight")], lr=0.1)
+
+    def forward(self, step: int, quiet: tuple[str, ...] = ()) -> Any:
+        drawn = batch(self.rank, step, quiet)
+        return self.model(
+            torchrec.KeyedJaggedTensor(
+                keys=list(FEATURES),
+                lengths=torch.tensor([n for feature in FEATURES for n in drawn[feature][0]]),
+                values=torch.tensor([n for feature in FEATURES for n in drawn[feature][1]], dtype=torch.int64),
+            )
+        )
+
+    def train(self, step: int, quiet: tuple[str, ...] = ()) -> None:
+        self.dense.zero_grad()
+        self.forward(step, quiet).backward()
+        self.dense.step()
+
+    def weights(self) -> dict[str, tuple[int, np.ndarray]]:
+        """FQN -> (first row, rows on this rank), from the state dict: not through the tracker."""
+        found = {}
+        for name, value in self.model.state_dict().items():
+            shards = value.local_shards() if hasattr(value, "local_shards") else None
+            if shards is None:
+                found[name.removesuffix(".weight")] = (0, value.detach().float().numpy().copy())
+            for part in shards or ():
+                rows = part.tensor.detach().float().numpy().copy()
+                found[name.removesuffix(".weight")] = (part.metadata.shard_offsets[0], rows)
+        return found
+
+
+def follow(rank: int, world_size: int, folder: Path) -> Any:
+    """Two intervals of two steps: what was drained, gathered, and what the state dict held then."""
+    run = Rank(rank, world_size)
+    source = TorchRecSource(run.model)
+    intervals = []
+    for steps in ((1, 2), (3, 4)):
+        before = run.weights()
+        for step in steps:
+            run.train(step)
+        drained = dict(source.drain())
+        rows = {fqn: source.gather(fqn, keys) for fqn, keys in drained.items()}
+        intervals.append((drained, rows, before, run.weights()))
+    infos = {fqn: (info.sharding, info.hosted, info.dim, info.feature_names) for fqn, info in source.tables().items()}
+    return infos, intervals
+
+
+def live(rank: int, world_size: int, folder: Path) -> Any:
+    """Evaluation, a quiet feature, a forward that raises half-way, replaced storage, an id outside the shard."""
+    run = Rank(rank, world_size)
+    source = TorchRecSource(run.model)
+    seen: dict[str, Any] = {}
+    try:
+        with source.paused():
+            with source.paused():
+                run.forward(1)
+            run.forward(2)
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        seen["evaluated"] = source.drain()
+    run.train(3, quiet=("fb",))
+    seen["quiet"] = source.drain()
+    ebc = run.model.get_submodule("_dmp_wrapped_module.ebc")
+    lookup, broken = ebc._lookups[1], [True]
+
+    def break_once(*_: Any) -> None:
+        if broken.pop():
+            raise RuntimeError("injected")
+
+    hook = lookup.register_forward_pre_hook(break_once)
+    try:
+        run.forward(4)
+    except RuntimeError as error:
+        seen["broke"] = str(error)
+    hook.remove()
+    source.drain()
+    run.train(5)
+    seen["after"] = source.drain()
+    key = next(iter(seen["after"]["ebc.embedding_bags.e"]))
+    keys = np.array([key], np.int64)
+    before = source.gather("ebc.embedding_bags.e", keys)
+    for module in [module for lookup in ebc._lookups for module in lookup.modules()]:
+        for name in ("weights_host", "weights_dev"):
+            if isinstance(storage := getattr(module, name, None), torch.Tensor) and storage.numel():
+                storage.data = storage.data.clone() + 1  # as a restore or a growing table would
+    seen["grown"] = source.gather("ebc.embedding_bags.e", keys) - before
+    source._entry("ebc.embedding_bags.a").add(torch.tensor([26]))
+    try:
+        source.drain()
+    except Exception as error:
+        seen["outside"] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+class FolderClient:
+    """A client, its project and its view in one; the view exists once its file does, so that ranks share it."""
+
+    pk_field, sk_field, embedding_field, embedding_field_type = "embedding_name", "key_id", "embedding", "ARRAY<FLOAT>"
+
+    def __init__(self, folder: Path) -> None:
+        self.mark, self.stored, self.pending = folder / "view", {}, list[Any]()  # type: ignore[var-annotated]
+
+    def get_project(self, name: str) -> Any:
+        return self
+
+    def get_entity(self, name: str) -> Any:
+        return self
+
+    def get_dynamic_embedding_feature_view(self, name: str) -> Any:
+        return self if self.mark.exists() else None
+
+    def create_dynamic_embedding_feature_view(self, **how: Any) -> None:
+        self.mark.touch()
+
+    def write_features_arrow(self, batch: Any, version: str, write_mode: str, ts: int) -> None:
+        self.pending.append(batch)
+
+    def write_flush(self) -> dict[str, Any]:
+        batches, self.pending = self.pending, []
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        self.stored |= {(row["embedding_name"], row["key_id"]): row["embedding"] for row in rows}
+        counts = {"total_batches": len(batches), "failed_batches": 0, "total_records": len(rows)}
+        return counts | {"success_records": len(rows), "failed_records": 0, "errors": []}
+
+
+def publish(rank: int, world_size: int, folder: Path) -> Any:
+    """The four lines of a training loop, with ranks that take unequal numbers of steps' worth of ids."""
+    run = Rank(rank, world_size)
+    before = run.weights()
+    client = FolderClient(folder)
+    settings = Settings(project="p", view="v", version="v1", every_steps=3, batch_size=7)
+    with Publisher.for_model(run.model, settings, client) as publisher:
+        publisher.start()
+        for step in range(1, 6):
+            run.train(step)
+            publisher.after_step(step)
+        publisher.finish(5)
+    return client.stored, before, run.weights()
+
+
+def refuse(rank: int, world_size: int, folder: Path) -> Any:
+    """Models that cannot be followed, each with the message it gets."""
+    one = {"ebc": {"a": (8, ["fa"], RW)}}
+    column = {"ebc": {"a": (8, ["fa"], column_wise(ranks=[0]))}}
+    twice = nn.ModuleDict({"module": nn.ModuleDict({"x": shard(one, 1)}), "x": shard(one, 1)})
+    collision = shard(one, 1)
+    collision._managed_collision_collection = nn.Module()
+    quantised = shard(one, 1)
+    plans = quantised.get_submodule("_dmp_wrapped_module.ebc").module_sharding_plan
+    plans["a"].compute_kernel = "key_value"
+    models = {
+        "column": shard(column, 1),
+        "unsharded": Model(one),
+        "none": nn.Linear(1, 1),
+        "twice": twice,
+        "collision": collision,
+        "kernel": quantised,
+    }
+    messages = {}
+    for name, model in models.items():
+        try:
+            TorchRecSource(model)
+        except TrackerError as error:
+            messages[name] = str(error)
+    source = TorchRecSource(shard(one, 1))
+    try:
+        source.gather("ebc.embedding_bags.b", np.array([1]))
+    except TrackerError as error:
+        messages["elsewhere"] = str(error)
+    return messages
+
+
+def run(task: str, rank: int, world_size: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    torch.set_num_threads(1)
+    out = Path(folder) / f"rank{rank}"
+    tasks: dict[str, Callable[[int, int, Path], Any]] = {
+        "follow": follow,
+        "live": live,
+        "publish": publish,
+        "refuse": refuse,
+    }
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+        result = tasks[task](rank, world_size, Path(folder))
+        out.with_suffix(".pickle").write_bytes(pickle.dumps(result))
+        dist.destroy_process_group()
+    except BaseException:
+        out.with_suffix(".error").write_text(traceback.format_exc())
+        raise
+
+
+if __name__ == "rank":
+    run(**arguments)  # type: ignore[name-defined]  # noqa: F821 - set by runpy
