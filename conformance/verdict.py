@@ -32,7 +32,7 @@ class Verdict(Enum):
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of a set of runs: kit error before broken before not exercised before held; of none: not exercised."""
+    """The verdict of several runs: kit error before broken before not exercised before held; of none: not exercised."""
     for verdict in (Verdict.KIT_ERROR, Verdict.BROKEN, Verdict.NOT_EXERCISED, Verdict.NOT_TESTED, Verdict.HELD):
         if verdict in verdicts:
             return verdict

@@ -52,11 +52,10 @@ def no_phantom_rows(history: History) -> Finding:
         outside = (rows.keys < 0) | (rows.keys >= len(first_touch))
         touched_at = np.where(outside, evidence.FOREVER, first_touch[np.where(outside, 0, rows.keys)])
         untouched = touched_at == evidence.FOREVER
-        never_held = rows.last == evidence.NEVER
-        too_old = rows.last < touched_at
+        too_old = rows.last < touched_at  # or never held at all
         known = np.minimum(np.maximum(touched_at, rows.first), len(starts) - 1)
         too_early = arrived_ms[rows.index] < starts[known]
-        bad = np.flatnonzero(untouched | never_held | too_old | too_early)
+        bad = np.flatnonzero(untouched | too_old | too_early)
 
         def describe(
             i: int, fqn: str = fqn, rows: evidence.Rows = rows, touched_at: np.ndarray = touched_at

@@ -1,0 +1,434 @@
+"""No property ever reports a legal history; each one always reports a history that was broken in its own way."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from deltaproof.conformance.judge import judge
+from deltaproof.conformance.properties import PROPERTIES
+from deltaproof.conformance.verdict import Verdict
+from deltaproof.simulator import faults
+from deltaproof.simulator.history import Event, History, RankOutcome
+
+from .histories import failed, legal, rows_of, succeeded, touched_keys, with_writes
+
+Breaker = Callable[[History, random.Random], History | None]
+
+
+@given(legal())
+@settings(max_examples=250)
+def test_a_legal_history_is_never_reported(history: History) -> None:
+    report = judge(history)
+    assert [v.message for v in report.violations] == []
+    if history.succeeded and any(True for _ in touched_keys(history)):
+        assert report.verdict is Verdict.HELD
+        assert report.rows_compared == sum(1 for _ in touched_keys(history))
+
+
+# ---------------------------------------------------------------------------------------------------- rows are lost
+def served_row_dropped(history: History, chance: random.Random) -> History | None:
+    rows = history.final.num_rows
+    gone = chance.randrange(rows) if rows else None
+    return gone if gone is None else dataclasses.replace(history, final=without(history.final, gone))
+
+
+def served_bit_flipped(history: History, chance: random.Random) -> History | None:
+    rows = history.final.to_pylist()
+    if not rows:
+        return None
+    row = chance.choice(rows)
+    row["embedding"] = flip(np.array(row["embedding"], np.float32), chance)
+    return dataclasses.replace(history, final=type(history.final).from_pylist(rows, history.final.schema))
+
+
+def served_zero_of_the_other_sign(history: History, chance: random.Random) -> History | None:
+    rows = history.final.to_pylist()
+    row = chance_of(chance, [r for r in rows if 0.0 in r["embedding"]])
+    if row is None:
+        return None
+    row["embedding"] = [-x if x == 0.0 else x for x in row["embedding"]]
+    return dataclasses.replace(history, final=type(history.final).from_pylist(rows, history.final.schema))
+
+
+def old_value_under_a_greater_ts(history: History, chance: random.Random) -> History | None:
+    found = chance_of(chance, [(led, key) for _, led, key, _ in touched_keys(history) if stale(led, key)])
+    if found is None:
+        return None
+    ledger, key = found
+    rows = rows_of(history)
+    again = {**last_row(rows, ledger.embedding_name, key), "embedding": chance.choice(stale(ledger, key))}
+    return with_writes(history, [*rows, {**again, "ts": 10**9}])
+
+
+def new_value_under_a_smaller_ts(history: History, chance: random.Random) -> History | None:
+    """A clock that stepped back: the last value arrives, and loses."""
+    candidates = []
+    rows = rows_of(history)
+    for _, ledger, key, _ in touched_keys(history):
+        mine = [r for r in rows if (r["pk"], r["sk"]) == (ledger.embedding_name, key)]
+        old = [r for r in mine if r["embedding"].tobytes() != ledger.final[key].tobytes()]
+        if old:
+            candidates.append((mine, ledger.final[key].tobytes(), min(r["ts"] for r in old)))
+    found = chance_of(chance, candidates)
+    if found is None:
+        return None
+    mine, final, ts = found
+    for row in mine:
+        if row["embedding"].tobytes() == final:
+            row["ts"] = ts - 1
+    return with_writes(history, rows)
+
+
+def key_never_written(history: History, chance: random.Random) -> History | None:
+    found = chance_of(chance, [(led, key) for _, led, key, _ in touched_keys(history)])
+    if found is None:
+        return None
+    name, key = found[0].embedding_name, found[1]
+    return with_writes(history, [r for r in rows_of(history) if (r["pk"], r["sk"]) != (name, key)])
+
+
+# ------------------------------------------------------------------------------------------------- rows are phantoms
+def changed_row(change: Callable[[History, dict[str, Any], random.Random], bool]) -> Breaker:
+    """A breaker that changes one accepted row; ``change`` says whether it could."""
+
+    def breaker(history: History, chance: random.Random) -> History | None:
+        rows = rows_of(history)
+        chance.shuffle(order := list(range(len(rows))))
+        return with_writes(history, rows) if any(change(history, rows[i], chance) for i in order) else None
+
+    breaker.__name__ = change.__name__
+    return breaker
+
+
+@changed_row
+def bit_flipped(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    row["embedding"] = flip(row["embedding"], chance)
+    return True
+
+
+@changed_row
+def another_owners_row(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    others = [t for t in history.tables.values() if t.embedding_name != row["pk"] and row["sk"] < len(t.initial)]
+    if others:
+        row["embedding"] = chance.choice(others).initial[row["sk"]]
+    return bool(others)
+
+
+@changed_row
+def local_id(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    host = history.by_name[row["pk"]].host
+    offset = int(np.flatnonzero(host == host[row["sk"]])[0])
+    row["sk"] -= offset
+    return offset > 0 and row["embedding"].tobytes() not in values(history.by_name[row["pk"]], row["sk"])
+
+
+@changed_row
+def unknown_name(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    row["pk"] = row["pk"].rpartition(".")[2]
+    return True
+
+
+@changed_row
+def key_outside(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    row["sk"] = chance.choice([-1, len(history.by_name[row["pk"]].initial), 2**62, -(2**63)])
+    return True
+
+
+@changed_row
+def wrong_dimension(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    row["embedding"] = np.append(row["embedding"], np.float32(0))
+    return True
+
+
+@changed_row
+def nan(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    row["embedding"] = np.full(4, np.nan, np.float32)
+    return True
+
+
+@changed_row
+def before_its_time(history: History, row: dict[str, Any], chance: random.Random) -> bool:
+    """The row arrives before the step before the one that made it was over."""
+    ledger = history.by_name[row["pk"]]
+    made = [step for step, value in ledger.versions(row["sk"]) if value == row["embedding"].tobytes()]
+    over = [e.t_ms for e in history.events if e.kind == "step" and (e.step or 0) >= made[0] - 1]
+    row["t_ms"] = min(over) - 1
+    return made[0] >= 2
+
+
+def key_never_looked_up(history: History, chance: random.Random) -> History | None:
+    """An evaluation batch was recorded: a true value, of a key that no training batch touched."""
+    keys = [
+        (ledger, key)
+        for ledger in history.tables.values()
+        for key in set(range(len(ledger.initial))) - ledger.last_lookup.keys()
+    ]
+    found, rows = chance_of(chance, keys), rows_of(history)
+    if found is None or not rows:
+        return None
+    extra = {"pk": found[0].embedding_name, "sk": found[1], "embedding": found[0].initial[found[1]]}
+    return with_writes(history, [*rows, {**rows[-1], **extra}])
+
+
+def value_from_before_the_first_touch(history: History, chance: random.Random) -> History | None:
+    keys = [
+        (ledger, key)
+        for _, ledger, key, _ in touched_keys(history)
+        if ledger.lookup_steps[ledger.lookup_keys == key].min() == min([*ledger.steps[ledger.keys == key], 10**9])
+        and ledger.initial[key].tobytes() not in values(ledger, key)[1:]
+    ]
+    found, rows = chance_of(chance, keys), rows_of(history)
+    if found is None or not rows:
+        return None
+    ledger, key = found
+    extra = (
+        {**last_row(rows, ledger.embedding_name, key), "embedding": ledger.initial[key]} if has(rows, *found) else None
+    )
+    return None if extra is None else with_writes(history, [*rows, extra])
+
+
+# --------------------------------------------------------------------------------------------------- loss is silent
+def last_value_missing(history: History, chance: random.Random) -> History | None:
+    """No accepted row holds what the key held at its last touch or later, as if the final flush had not been."""
+    ok = [o.rank for o in history.outcomes if o.status == "ok"]
+    keys = [
+        (ledger, key, step)
+        for _, ledger, key, step in touched_keys(history)
+        if any(key in ledger.responsible(rank) for rank in ok)
+    ]
+    found = chance_of(chance, keys)
+    if found is None:
+        return None
+    ledger, key, step = found
+    if ledger.table.sharding == "data_parallel":
+        mine = np.isin(ledger.lookup_ranks, ok) & (ledger.lookup_keys == key)
+        step = int(ledger.lookup_steps[mine].max())
+    late = {value for at, value in ledger.versions(key) if at > step} | {
+        [value for at, value in ledger.versions(key) if at <= step][-1]
+    }
+    rows = rows_of(history)
+    left = [
+        r for r in rows if (r["pk"], r["sk"]) != (ledger.embedding_name, key) or r["embedding"].tobytes() not in late
+    ]
+    return with_writes(history, left)
+
+
+def last_value_missing_though_the_job_failed(history: History, chance: random.Random) -> History | None:
+    """One rank claims success, another one failed."""
+    broken = last_value_missing(history, chance)
+    if broken is None or len(broken.outcomes) < 2:
+        return None
+    missing = {v.rank for v in PROPERTIES["no-silent-loss"](broken).violations}
+    other = chance_of(chance, [o.rank for o in broken.outcomes if {o.rank} != missing])
+    if other is None:
+        return None
+    outcomes = [
+        RankOutcome(rank=o.rank, status="error", exitcode=1, error=f"rank {o.rank}: no") if o.rank == other else o
+        for o in broken.outcomes
+    ]
+    return dataclasses.replace(broken, outcomes=outcomes)
+
+
+# ------------------------------------------------------------------------------------------------ reads go backwards
+def resent_later(history: History, chance: random.Random) -> History | None:
+    """A row is sent again under a new ts, long after the model and the store went on."""
+    rows, keys = rows_of(history), []
+    for _, ledger, key, _ in touched_keys(history):
+        mine = [r for r in rows if (r["pk"], r["sk"]) == (ledger.embedding_name, key)]
+        once = [
+            r
+            for r in mine
+            if values(ledger, key).count(r["embedding"].tobytes()) == 1
+            and r["embedding"].tobytes() != ledger.final[key].tobytes()
+        ]
+        one_writer = ledger.table.sharding != "data_parallel" or len({r["client"] for r in mine}) == 1
+        if once and one_writer and values(ledger, key).count(ledger.final[key].tobytes()) == 1:
+            keys.append(chance.choice(once))
+    again = chance_of(chance, keys)
+    return None if again is None else with_writes(history, [*rows, {**again, "ts": 10**9}])
+
+
+# --------------------------------------------------------------------------------------------------- names are wrong
+def renamed_in_the_store(history: History, chance: random.Random) -> History | None:
+    rows = rows_of(history)
+    name = chance_of(chance, sorted({r["pk"] for r in rows}))
+    for row in rows:
+        row["pk"] = f"{name}__drifted" if row["pk"] == name else row["pk"]
+    return None if name is None else with_writes(history, rows)
+
+
+def one_more_name_in_the_store(history: History, chance: random.Random) -> History | None:
+    rows = rows_of(history)
+    return with_writes(history, [*rows, {**chance.choice(rows), "pk": "item"}]) if rows else None
+
+
+def table_missing_in_the_store(history: History, chance: random.Random) -> History | None:
+    rows = rows_of(history)
+    name = chance_of(chance, sorted({r["pk"] for r in rows}))
+    return None if name is None else with_writes(history, [r for r in rows if r["pk"] != name])
+
+
+def one_name_for_two_tables(history: History, chance: random.Random) -> History | None:
+    if len(history.manifest) < 2:
+        return None
+    first, second = chance.sample(sorted(history.manifest), 2)
+    return dataclasses.replace(history, manifest={**history.manifest, first: history.manifest[second]})
+
+
+def table_missing_in_the_manifest(history: History, chance: random.Random) -> History | None:
+    gone = chance.choice(sorted(history.manifest))
+    return dataclasses.replace(history, manifest={f: n for f, n in history.manifest.items() if f != gone})
+
+
+# ------------------------------------------------------------------------------------------- ranks hang, or fail badly
+def with_outcome(**fields: Any) -> Breaker:
+    """One rank ends otherwise than it did; nothing that was planned explains it."""
+
+    def breaker(history: History, chance: random.Random) -> History | None:
+        rank = chance.randrange(len(history.outcomes))
+        outcomes = list(history.outcomes)
+        outcomes[rank] = RankOutcome(rank=rank, **fields)
+        return dataclasses.replace(history, outcomes=outcomes)
+
+    breaker.__name__ = "outcome_" + "_".join(map(str, fields.values())).replace(" ", "_")[:30]
+    return breaker
+
+
+def without_a_reason(text: str) -> Breaker:
+    """A rank fails first, under a fault that allows it, with this text for an error."""
+
+    def breaker(history: History, chance: random.Random) -> History | None:
+        rank = chance.randrange(len(history.outcomes))
+        fault = faults.StoreError(status=403)
+        scenario = msgspec.structs.replace(history.scenario, faults=(*history.scenario.faults, fault))
+        outcomes = list(history.outcomes)
+        outcomes[rank] = RankOutcome(rank=rank, status="error", exitcode=1, error=text)
+        event = Event(t_ms=0.0, who=f"rank{rank}", kind="error", rank=rank)
+        return dataclasses.replace(
+            history, scenario=scenario, outcomes=outcomes, fired=[*history.fired, 1], events=[event, *history.events]
+        )
+
+    breaker.__name__ = f"error_text_{text.strip().replace(' ', '_')}"
+    return breaker
+
+
+def kill_that_struck_another_rank(history: History, chance: random.Random) -> History | None:
+    if len(history.outcomes) < 2:
+        return None
+    planned, dead = chance.sample(range(len(history.outcomes)), 2)
+    fault = faults.RankKill(rank=planned, point="finish.after")
+    outcomes = list(history.outcomes)
+    outcomes[dead] = RankOutcome(rank=dead, status="killed", exitcode=-11)
+    scenario = msgspec.structs.replace(history.scenario, faults=(*history.scenario.faults, fault))
+    return dataclasses.replace(history, scenario=scenario, outcomes=outcomes, fired=[*history.fired, 1])
+
+
+BREAKERS: dict[str, list[Breaker]] = {
+    "no-lost-rows": [
+        served_row_dropped,
+        served_bit_flipped,
+        served_zero_of_the_other_sign,
+        old_value_under_a_greater_ts,
+        new_value_under_a_smaller_ts,
+        key_never_written,
+    ],
+    "no-phantom-rows": [
+        bit_flipped,
+        another_owners_row,
+        local_id,
+        unknown_name,
+        key_outside,
+        wrong_dimension,
+        nan,
+        before_its_time,
+        key_never_looked_up,
+        value_from_before_the_first_touch,
+    ],
+    "no-silent-loss": [key_never_written, last_value_missing, last_value_missing_though_the_job_failed],
+    "monotonic-reads": [resent_later],
+    "names-match-export": [
+        renamed_in_the_store,
+        one_more_name_in_the_store,
+        table_missing_in_the_store,
+        one_name_for_two_tables,
+        table_missing_in_the_manifest,
+    ],
+    "terminates": [with_outcome(status="deadline")],
+    "fails-loudly": [
+        with_outcome(status="error", exitcode=1, error="rank 0 step 3: gave up"),
+        with_outcome(status="killed", exitcode=-11),
+        with_outcome(status="vanished", exitcode=0),
+        without_a_reason(" "),
+        without_a_reason("something went wrong"),
+        kill_that_struck_another_rank,
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "breaker"),
+    [pytest.param(n, b, id=f"{n}-{b.__name__}") for n, breakers in BREAKERS.items() for b in breakers],
+)
+@given(data=st.data())
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+def test_a_broken_history_is_always_reported(name: str, breaker: Breaker, data: st.DataObject) -> None:
+    history = data.draw(succeeded())
+    broken = breaker(history, data.draw(st.randoms(use_true_random=False)))
+    assume(broken is not None)
+    assert broken is not None
+    finding = PROPERTIES[name](broken)
+    assert finding.verdict is Verdict.BROKEN
+    assert finding.property == name
+    assert finding.total >= len(finding.violations) >= 1
+    assert judge(broken).verdict is Verdict.BROKEN
+
+
+@given(failed(), st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_a_phantom_row_is_reported_in_a_failed_job_too(history: History, chance: random.Random) -> None:
+    broken = bit_flipped(history, chance)
+    assume(broken is not None)
+    assert broken is not None
+    assert PROPERTIES["no-phantom-rows"](broken).verdict is Verdict.BROKEN
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+def chance_of(chance: random.Random, options: list[Any]) -> Any:
+    return chance.choice(options) if options else None
+
+
+def without(table: Any, index: int) -> Any:
+    return table.filter(np.arange(table.num_rows) != index)
+
+
+def flip(row: np.ndarray, chance: random.Random) -> np.ndarray:
+    """Another row: one bit of the mantissa differs."""
+    bits = row.copy().view(np.uint32)
+    bits[chance.randrange(len(bits))] ^= np.uint32(1 << chance.randrange(20))
+    return bits.view(np.float32)
+
+
+def values(ledger: Any, key: int) -> list[bytes]:
+    return [value for _, value in ledger.versions(key)]
+
+
+def stale(ledger: Any, key: int) -> list[np.ndarray]:
+    """Values the model once held for the key and holds no more."""
+    return [np.frombuffer(v, np.float32) for v in values(ledger, key) if v != ledger.final[key].tobytes()]
+
+
+def has(rows: list[dict[str, Any]], ledger: Any, key: int) -> bool:
+    return any((r["pk"], r["sk"]) == (ledger.embedding_name, key) for r in rows)
+
+
+def last_row(rows: list[dict[str, Any]], name: str, key: int) -> dict[str, Any]:
+    return [r for r in rows if (r["pk"], r["sk"]) == (name, key)][-1]
