@@ -253,11 +253,11 @@ class HttpTransport:
 
     def _ask(self, action: str, *arguments: Any) -> Any:
         """One control-plane call: the reply's body."""
-        from darabonba.exceptions import DaraException
+        from Tea.exceptions import TeaException  # the base of all that the published client raises
 
         try:
             return getattr(self._control, action)(*arguments).body
-        except DaraException as error:
+        except TeaException as error:
             raise _from_openapi(error) from None
 
     def has_project(self, project: str) -> bool:
@@ -447,11 +447,12 @@ def _raise_reply(method: str, path: str, status: int, headers: Any, data: bytes)
 
 
 def _from_openapi(error: Any) -> TransportError:
-    status = getattr(error, "status_code", None)
-    message = str(getattr(error, "message", error))
+    """What the published client raised, in our terms. It wraps what happened below HTTP into its message only."""
+    inner = getattr(error, "inner_exception", None) or error
+    status, text = getattr(inner, "status_code", None), str(getattr(inner, "message", inner))[:300]
     if status is None:
-        return TransportError("ConnectionLost", f"control plane: {message[:300]}")
-    code = str(getattr(error, "code", "") or code_for_status(status))
-    return TransportError(
-        code if code in ERRORS else code_for_status(status), f"control plane: {message}", status=status
-    )
+        code = "ReadTimeout" if "Read timed out" in text else "ConnectionLost"
+        never_sent = any(name in text for name in ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError"))
+        return TransportError("ConnectFailed" if never_sent else code, f"control plane: {text}")
+    code = str(getattr(inner, "code", ""))
+    return TransportError(code if code in ERRORS else code_for_status(status), f"control plane: {text}", status=status)
