@@ -116,5 +116,16 @@ def _one_round(
     with contextlib.suppress(_Failed, _Enough, HypothesisException):
         body()
     if failing:
-        smallest = min(failing, key=lambda s: (len(s.faults), len(s.tables), len(s.to_json())))
+        smallest = min(failing, key=_size)
         campaign.failures.append(Failure(failing[0], smallest, shrink_runs))
+
+
+def _size(scenario: Scenario) -> tuple[int, ...]:
+    """What a reader has to take in, most important first."""
+    return (
+        len(scenario.faults),
+        len(scenario.tables),
+        scenario.world_size,
+        scenario.workload.steps,
+        len(scenario.to_json()),
+    )

@@ -39,6 +39,8 @@ from ..workload import Workload
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+#: How often, in seconds, the supervisor looks whether a rank raised that has not exited yet.
+POLL_S = 0.25
 PRELOAD = "deltaproof.simulator.processes.preload"
 
 
@@ -236,24 +238,30 @@ class Supervisor:
         failed = False
         waiting = {p.sentinel: rank for rank, p in enumerate(self.ranks)}
         while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, limit - time.monotonic()))
+            left_s = limit - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), POLL_S))
             for sentinel in ready:
                 rank = waiting.pop(sentinel)  # type: ignore[index]
                 process = self.ranks[rank]
                 process.join()
                 self._note("rank-exit", rank, exitcode=process.exitcode)
-                if process.exitcode != 0 and not failed:
-                    failed = True
-                    limit = min(limit, time.monotonic() + deadlines.grace_s)
-            if not ready:
+            if not failed and self._some_rank_failed():
+                failed = True
+                limit = min(limit, time.monotonic() + deadlines.grace_s)
+            if not ready and time.monotonic() >= limit:
                 self._end_rest(sorted(waiting.values()), "ended" if failed else "deadline")
                 return
+
+    def _some_rank_failed(self) -> bool:
+        """A rank exited with an error, or raised and has not exited yet."""
+        return any(
+            process.exitcode or (self.folder / f"rank{rank}.failed").exists() for rank, process in enumerate(self.ranks)
+        )
 
     def _end_rest(self, ranks: list[int], why: str) -> None:
         # A rank that raised but lives on has a deadline of its own: it hangs, whatever its peers do.
         for rank in ranks:
-            raised = any(e.kind == "error" for e in read_events(self.folder / f"rank{rank}.events.jsonl"))
-            self._ended[rank] = "deadline" if raised else why
+            self._ended[rank] = "deadline" if (self.folder / f"rank{rank}.failed").exists() else why
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self.ranks[rank].pid or -1, signal.SIGUSR1)

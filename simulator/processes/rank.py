@@ -79,6 +79,8 @@ def main(spec: RankSpec) -> None:
             traceback=traceback.format_exc()[-4000:],
         )
         traceback.print_exc()
+        # The supervisor gives this rank a grace from here on, should it not manage to exit.
+        (folder / f"rank{rank}.failed").touch()
         sys.exit(1)
     events.write("rank-end", step=run.own_step)
 

@@ -1,0 +1,151 @@
+"""Real ranks against a real server: what is tolerated is tolerated, and whatever a target does, the harness ends."""
+
+import os
+import signal
+
+import msgspec
+import psutil
+import pytest
+
+from deltaproof.conformance.check import check
+from deltaproof.conformance.verdict import Verdict
+from deltaproof.simulator.catalogue import MIXED, demo_scenarios
+from deltaproof.simulator.errors import ScenarioError
+from deltaproof.simulator.faults import Exhaustion, RankKill, RankRaise
+from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+SHORT = Scenario(name="short", tables=MIXED, workload=Workload(steps=4), deadlines=Deadlines(run_s=30, grace_s=3))
+
+
+def targeted(name: str) -> str:
+    return f"deltaproof_test_targets:{name}"
+
+
+@pytest.mark.parametrize("scenario", demo_scenarios(), ids=lambda s: s.name)
+def test_the_reference_passes_the_demo(engine, scenario: Scenario) -> None:
+    report = check(engine, scenario)
+    assert report.verdict is Verdict.HELD, (report.reason, [v.message for v in report.violations])
+    assert all(n > 0 for n in report.history.fired)
+    if scenario.expect == "tolerate":
+        assert report.history.succeeded
+    if report.history.succeeded:
+        touched = sum(len(t.last_lookup) for t in report.history.tables.values())
+        assert report.rows_compared == touched > 0
+
+
+def test_one_rank_alone(engine) -> None:
+    scenario = Scenario(world_size=1, tables=(Table(name="item"), Table(name="city", sharding="data_parallel")))
+    assert check(engine, scenario).verdict is Verdict.HELD
+
+
+def test_same_scenario_same_ledger_other_seed_another(engine) -> None:
+    def final(seed: int) -> list[bytes]:
+        history = engine.run(msgspec.structs.replace(SHORT, seed=seed))
+        return [t.final.tobytes() for t in history.tables.values()]
+
+    assert final(1) == final(1)
+    assert final(1) != final(2)
+
+
+def test_ranks_start_with_torch_in_memory(engine) -> None:
+    starts = [e for e in engine.run(SHORT).events if e.kind == "rank-start"]
+    assert len(starts) == 2
+    assert all(e.data["preloaded"] for e in starts)
+
+
+def test_a_publisher_that_publishes_nothing_is_found_out(engine) -> None:
+    report = check(engine, SHORT, targeted("Silent"))
+    assert report.verdict is Verdict.BROKEN
+    assert {"no-lost-rows", "no-silent-loss"} <= {v.property for v in report.violations}
+
+
+def test_a_target_that_hangs_is_ended_at_its_deadline_with_its_stack(engine) -> None:
+    scenario = msgspec.structs.replace(SHORT, deadlines=Deadlines(run_s=3, grace_s=1))
+    report = check(engine, scenario, targeted("HangsInStart"))
+    history = report.history
+    assert [o.status for o in history.outcomes] == ["deadline", "deadline"]
+    assert "deltaproof_test_targets.py" in history.stacks[0]
+    assert "terminates" in {v.property for v in report.violations}
+    assert history.wall_s < 20
+
+
+def test_a_rank_that_raised_but_does_not_exit_hangs(engine) -> None:
+    report = check(engine, SHORT, targeted("RaisesButLives"))
+    outcomes = report.history.outcomes
+    assert outcomes[1].status == "deadline"
+    assert "step 2" in outcomes[1].error
+    assert outcomes[1].where == "after_step"
+    assert "terminates" in {v.property for v in report.violations}
+
+
+def test_a_rank_that_exits_without_a_word_is_no_success(engine) -> None:
+    report = check(engine, SHORT, targeted("ExitsQuietly"))
+    assert "vanished" in {o.status for o in report.history.outcomes}
+    assert "fails-loudly" in {v.property for v in report.violations}
+
+
+def test_the_steps_an_error_names_are_kept(engine) -> None:
+    history = engine.run(SHORT, targeted("NamesSteps"))
+    assert not history.succeeded
+    assert history.outcomes[0].unacknowledged == (2, 3)
+    assert history.outcomes[0].where == "finish"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("deltaproof_test_targets:nothing", "returned NoneType, which has no start"),
+        ("deltaproof_test_targets:absent", "cannot import target"),
+        ("deltaproof_test_targets:not_callable", "not a callable"),
+        ("no_such_module:make", "cannot import target"),
+        ("gibberish", "neither 'reference'"),
+        ("specimen:S99", "unknown specimen 'S99'"),
+    ],
+)
+def test_a_target_that_is_none_is_bad_input(engine, target: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        engine.run(SHORT, target)
+
+
+@pytest.mark.parametrize("policy", ["stop-together", "empty-batches"])
+def test_a_rank_without_a_single_batch(engine, policy: str) -> None:
+    scenario = msgspec.structs.replace(SHORT, faults=(Exhaustion(rank=1, batches=0, policy=policy),))
+    report = check(engine, scenario)
+    # Stopping together before the first step leaves nothing to publish, and that is not called a success.
+    assert report.verdict is (Verdict.NOT_EXERCISED if policy == "stop-together" else Verdict.HELD), report.reason
+
+
+def test_a_fault_that_never_fires_makes_the_run_not_exercised(engine) -> None:
+    scenario = msgspec.structs.replace(SHORT, faults=(RankKill(rank=0, point="train.after-step", nth=99),))
+    report = check(engine, scenario)
+    assert report.history.succeeded
+    assert report.verdict is Verdict.NOT_EXERCISED
+    assert "rank-kill" in report.reason
+
+
+@pytest.mark.parametrize("point", ["publisher.start", "train.before-backward", "publish.after", "finish.before"])
+@pytest.mark.parametrize("fault", [RankRaise, RankKill])
+def test_a_rank_may_die_anywhere(engine, fault, point: str) -> None:
+    scenario = msgspec.structs.replace(SHORT, faults=(fault(rank=1, point=point),))
+    report = check(engine, scenario)
+    assert report.verdict is Verdict.HELD, [v.message for v in report.violations]
+    assert not report.history.succeeded
+    assert report.history.outcomes[1].status == ("killed" if fault is RankKill else "error")
+
+
+def test_no_process_of_a_run_outlives_it(engine) -> None:
+    def others() -> set[int]:
+        return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+    before = others()
+    engine.run(SHORT, targeted("RaisesButLives"))
+    assert others() <= before
+
+
+def test_a_store_that_was_killed_is_started_anew(engine) -> None:
+    store = engine._store
+    os.kill(store._process.pid, signal.SIGKILL)
+    store._process.join(10)
+    assert check(engine, SHORT).verdict is Verdict.HELD

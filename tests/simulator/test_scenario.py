@@ -1,0 +1,157 @@
+"""Scenarios are plain data: what goes out comes in again, and what makes no sense is refused with one line."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltaproof.simulator.catalogue import demo_scenarios
+from deltaproof.simulator.errors import ScenarioError
+from deltaproof.simulator.faults import POINTS, REGISTRY, RankKill, StoreError, summary
+from deltaproof.simulator.scenario import SCENARIO_VERSION, Scenario, Table
+from deltaproof.simulator.strategies import scenarios
+
+
+@given(scenarios())
+def test_json_round_trip(scenario: Scenario) -> None:
+    assert Scenario.from_json(scenario.to_json()) == scenario
+
+
+@given(scenarios())
+def test_generated_scenarios_are_runnable(scenario: Scenario) -> None:
+    assert scenario.checked() is scenario
+    assert scenario.expect in ("tolerate", "fail-loudly")
+
+
+BAD = {
+    "world size 0": ({"world_size": 0}, "world_size is 0"),
+    "negative world size": ({"world_size": -3}, "world_size is -3"),
+    "unknown fault": ({"faults": [{"fault": "gremlins"}]}, "unknown fault 'gremlins'; known faults: exhaustion"),
+    "fault without kind": ({"faults": [{"rank": 1}]}, "unknown fault None"),
+    "fault that is a number": ({"faults": [7]}, "unknown fault None"),
+    "column-wise": ({"tables": [{"name": "item", "sharding": "column_wise"}]}, "column_wise sharding is refused"),
+    "unknown sharding": ({"tables": [{"name": "item", "sharding": "diagonal"}]}, "unknown sharding 'diagonal'"),
+    "no tables": ({"tables": []}, "tables is empty"),
+    "same table twice": ({"tables": [{"name": "a"}, {"name": "a"}]}, "already has a table 'a'"),
+    "odd dim": ({"tables": [{"name": "a", "dim": 3}]}, "dim is 3"),
+    "placement out of the world": ({"tables": [{"name": "a", "sharding": "table_wise", "rank": 2}]}, "rank 2"),
+    "owner is no path": ({"tables": [{"name": "a", "owner": "a-b"}]}, "owner must be a module path"),
+    "owner inside a collection": (
+        {"tables": [{"name": "a", "owner": "ebc"}, {"name": "a", "owner": "ebc.inner"}]},
+        "owner lies inside the collection 'ebc'",
+    ),
+    "one owner of two kinds": ({"tables": [{"name": "a"}, {"name": "b", "collection": "ec"}]}, "is an EBC for table"),
+    "unknown field": ({"worldsize": 2}, "unknown field `worldsize`"),
+    "text for a number": ({"world_size": "two"}, "Expected `int`"),
+    "newer version": ({"version": SCENARIO_VERSION + 1}, "is newer than this deltaproof reads"),
+    "version 0": ({"version": 0}, "field 'version' is 0"),
+    "rank out of the world": (
+        {"faults": [{"fault": "rank-kill", "rank": 5, "point": "sdk.write"}]},
+        "rank 5 does not exist in a world of 2",
+    ),
+    "unknown point": (
+        {"faults": [{"fault": "rank-kill", "rank": 0, "point": "lunch"}]},
+        "unknown point 'lunch'; known points",
+    ),
+    "passage 0": ({"faults": [{"fault": "rank-raise", "rank": 0, "point": "sdk.write", "nth": 0}]}, "nth is 0"),
+    "status 200": ({"faults": [{"fault": "store-error", "status": 200}]}, "status is 200"),
+    "4xx after commit": ({"faults": [{"fault": "store-error", "status": 429, "commit": True}]}, "nothing was applied"),
+    "duplicate that is none": ({"faults": [{"fault": "duplicate-table", "table": "item"}]}, "under two owners"),
+    "two policies": (
+        {
+            "faults": [
+                {"fault": "exhaustion", "rank": 0, "batches": 1},
+                {"fault": "exhaustion", "rank": 1, "batches": 1, "policy": "fail-loudly"},
+            ]
+        },
+        "must share one policy",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_clear_line(change: dict, message: str) -> None:
+    with pytest.raises(ScenarioError) as refused:
+        Scenario.from_json(json.dumps({"version": 1, **change}), where="s.json")
+    text = str(refused.value)
+    assert text.startswith("s.json: ")
+    assert message in text
+    assert "\n" not in text
+
+
+@given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_any_text_is_refused_with_a_scenario_error(text: str) -> None:
+    with pytest.raises(ScenarioError):
+        Scenario.from_json(text)
+
+
+@given(st.data())
+def test_any_mangled_field_is_refused_or_means_something(data: st.DataObject) -> None:
+    raw = json.loads(data.draw(scenarios()).to_json())
+    field = data.draw(st.sampled_from(sorted(raw)))
+    raw[field] = data.draw(
+        st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | st.just({"x": 1})
+    )
+    try:
+        scenario = Scenario.from_json(json.dumps(raw))
+    except ScenarioError as error:
+        assert "\n" not in str(error)
+    else:
+        assert Scenario.from_json(scenario.to_json()) == scenario
+
+
+def test_load_says_which_file(tmp_path) -> None:
+    with pytest.raises(ScenarioError, match=r"cannot read .*absent\.json"):
+        Scenario.load(tmp_path / "absent.json")
+    with pytest.raises(ScenarioError, match="cannot read"):
+        Scenario.load(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'{"name": "\xe9"}')
+    with pytest.raises(ScenarioError, match="not UTF-8"):
+        Scenario.load(tmp_path / "latin.json")
+
+
+def test_a_parquet_path_is_relative_to_the_scenario_file(tmp_path) -> None:
+    (tmp_path / "s.json").write_text('{"version": 1, "workload": {"data": "clicks.parquet"}}')
+    (tmp_path / "clicks.parquet").touch()
+    assert Scenario.load(tmp_path / "s.json").workload.data == str(tmp_path / "clicks.parquet")
+
+
+def test_one_fault_that_may_fail_decides_what_is_expected() -> None:
+    calm, kill = StoreError(count=1), RankKill(rank=0, point="sdk.write")
+    assert Scenario(faults=(calm,)).expect == "tolerate"
+    assert Scenario(faults=(calm, kill)).expect == "fail-loudly"
+    assert Scenario(faults=(StoreError(status=403),)).expect == "fail-loudly"
+    attempts = Scenario().publisher.retry_attempts_max
+    assert Scenario(faults=(StoreError(count=attempts),)).expect == "fail-loudly"
+
+
+def test_the_demo_plans_every_fault_on_two_and_on_four_ranks() -> None:
+    found = demo_scenarios()
+    assert len(found) >= 12
+    assert {f.kind for s in found for f in s.faults} == set(REGISTRY)
+    assert {s.world_size for s in found} == {2, 4}
+    assert len({s.name for s in found}) == len(found)
+
+
+@pytest.mark.parametrize("kind", REGISTRY)
+def test_every_fault_is_documented_and_says_which_family(kind: str) -> None:
+    assert len(summary(kind)) > 20
+    assert REGISTRY[kind].family
+    assert REGISTRY[kind].strikes in ("rank", "store", "model")
+
+
+def test_every_point_is_documented() -> None:
+    assert all(len(text) > 10 for text in POINTS.values())
+
+
+def test_fqn_is_torchrecs() -> None:
+    assert Table(name="item", owner="tower.ebc").fqn == "tower.ebc.embedding_bags.item"
+    assert Table(name="item", owner="ec", collection="ec").fqn == "ec.embeddings.item"
+
+
+def test_describe_shows_what_differs_from_the_default() -> None:
+    assert StoreError(count=3).describe() == "store-error(count=3)"
+    fault = msgspec.convert({"fault": "rank-kill", "rank": 0, "point": "sdk.write"}, RankKill)
+    assert fault.describe() == "rank-kill(rank=0, point=sdk.write)"
