@@ -51,6 +51,7 @@ class Publisher:
         self._dumper = Dumper(source, settings, rank, world_size)
         self._cadence: Cadence | None = None
         self._uploader: Uploader | None = None
+        self._view: Any = None
         self._finished = False
 
     @classmethod
@@ -84,10 +85,10 @@ class Publisher:
         self._meet()
         if error is not None:
             raise error
-        view = self._open_view()
+        self._view = self._open_view()
         dims = {fqn: info.dim for fqn, info in self._tables.items()}
         self._uploader = Uploader(
-            view, self._settings, self._rank, self._world_size, self._clock, names=self._names, dims=dims
+            self._view, self._settings, self._rank, self._world_size, self._clock, names=self._names, dims=dims
         )
         self._uploader.start()
         self._dumper.discard()
@@ -132,7 +133,11 @@ class Publisher:
         uploader, self._uploader = self._uploader, None
         if uploader is None:
             return
-        uploader.close(drain)
+        try:
+            uploader.close(drain)
+        finally:
+            if (close_view := getattr(self._view, "close", None)) is not None:
+                close_view(wait=False)  # nothing is pending any more, or it was given up
         if not self._finished and (rows := self._dumper.tracked_rows()):
             raise PublisherError(
                 f"rank {self._rank}: {rows} rows changed since the last dump and were not published; "

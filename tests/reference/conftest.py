@@ -1,10 +1,20 @@
-"""A scripted view, a client around it, and a table source of NumPy arrays: no server, no torch."""
+"""A scripted view, a client around it, and a table source of NumPy arrays: no server.
+
+And `ranks`: real processes with torch, forked from a server that has it imported.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import runpy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +27,9 @@ from deltaproof.reference.dumper import TableInfo
 from deltaproof.reference.settings import Settings
 
 DEADLINE_S = 20
+PROGRAM = Path(__file__).with_name("torch_rank.py")
+RANKS_DEADLINE_S = 90
+PRELOAD = ["torch", "torchrec", "torchrec.distributed.model_parallel", "deltaproof.reference.tracker"]
 
 
 class SdkError(str):
@@ -46,6 +59,7 @@ class ScriptedView:
         self.sent: list[tuple[int, int]] = []  # (ts, rows) in order of the calls
         self.windows: list[int] = []  # batches per flush
         self.stored: dict[tuple[str, int], tuple[int, tuple[float, ...]]] = {}
+        self.closed = False
         self.entered, self.release = threading.Event(), threading.Event()
 
     def high_water_ts(self, version: str) -> int:
@@ -97,6 +111,9 @@ class ScriptedView:
             "failed_records": total - good,
             "errors": errors.get(how, []),
         }
+
+    def close(self, wait: bool = True) -> None:
+        self.closed = True
 
     def hold(self, answer: str = "ok") -> Callable[[ScriptedView], str]:
         """Script entry: the flush says that it began, then waits for `release`."""
@@ -207,3 +224,41 @@ def kit() -> Any:
     Kit.settings = staticmethod(settings_of)
     Kit.delta = staticmethod(delta_of)
     return Kit
+
+
+@pytest.fixture(scope="session")
+def context() -> Iterator[ForkServerContext]:
+    if importlib.util.find_spec("torchrec") is None:  # looked for, not imported: only the ranks need it
+        pytest.skip("the extra `torch` is not installed")
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(PRELOAD)
+    previous = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    yield made
+    if previous is None:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.fixture
+def ranks(context: ForkServerContext, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Runs a task of torch_rank.py on every rank and returns what each left; no rank outlives the deadline."""
+
+    def run(task: str, world_size: int = 2) -> list[Any]:
+        # By path, not by module: the forked process need not be able to import the tests.
+        arguments = {"task": task, "world_size": world_size, "folder": str(tmp_path)}
+        programs = [{"arguments": {**arguments, "rank": r}} for r in range(world_size)]
+        processes = [context.Process(target=runpy.run_path, args=(str(PROGRAM), p, "rank")) for p in programs]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(RANKS_DEADLINE_S)
+        stuck = [r for r, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join(RANKS_DEADLINE_S)
+        errors = {path.name: path.read_text() for path in sorted(tmp_path.glob("*.error"))}
+        assert not stuck, f"ranks {stuck} did not end: {errors}"
+        assert not errors, "\n".join(errors.values())
+        return [pickle.loads((tmp_path / f"rank{r}.pickle").read_bytes()) for r in range(world_size)]
+
+    return run

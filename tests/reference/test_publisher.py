@@ -39,6 +39,7 @@ def test_four_lines_publish_a_run(kit: Any, source: Any, client: Any) -> None:
         assert publisher.uploader.pending_steps() == () or publisher.uploader.pending_steps() <= (5, 10)
         publisher.finish(13)
         assert publisher.acknowledged == 13
+    assert client.view.closed
     assert {key: row[1][0] for (_, key), row in client.view.stored.items()} == {n: float(n) for n in range(1, 14)}
     assert client.steps == ["create entity", "missing", "create view", "open"]
 
@@ -160,6 +161,7 @@ def test_an_exception_of_training_is_the_one_raised_and_does_not_wait_for_the_st
     with pytest.raises(ZeroDivisionError) as caught:
         train()
     assert "not acknowledged: 1 rows of steps [5]" in caught.value.__notes__[0]
+    assert client.view.closed
 
 
 def test_calls_before_start_say_so(kit: Any, source: Any, client: Any) -> None:

@@ -1,24 +1,13 @@
-"""The tracker on real sharded TorchRec models, two gloo ranks. Ranks fork from a server that has torch imported."""
+"""The tracker on real sharded TorchRec models, two gloo ranks."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
-import runpy
-from collections.abc import Callable, Iterator
-from multiprocessing.context import ForkServerContext
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torchrec", reason="the extra `torch` is not installed")
-
-PROGRAM = Path(__file__).with_name("tracker_rank.py")
-DEADLINE_S = 90
-PRELOAD = ["torch", "torchrec", "torchrec.distributed.model_parallel", "deltaproof.reference.tracker"]
 EBC, DEEP, EC = "ebc.embedding_bags.", "deep.ebc.embedding_bags.", "ec.embeddings."
 #: table FQN -> (features, row ranges per rank; None: not there)
 LAYOUT: dict[str, tuple[list[str], list[range | None]]] = {
@@ -31,42 +20,6 @@ LAYOUT: dict[str, tuple[list[str], list[range | None]]] = {
     EC + "a": (["fa"], [range(26), range(26, 51)]),
     EC + "d": (["fa"], [range(51), None]),
 }
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[ForkServerContext]:
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOAD)
-    previous = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    yield made
-    if previous is None:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-@pytest.fixture
-def ranks(context: ForkServerContext, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Runs a task of tracker_rank.py on every rank and returns what each left; no rank outlives the deadline."""
-
-    def run(task: str, world_size: int = 2) -> list[Any]:
-        # By path, not by module: the forked process need not be able to import the tests.
-        arguments = {"task": task, "world_size": world_size, "folder": str(tmp_path)}
-        programs = [{"arguments": {**arguments, "rank": r}} for r in range(world_size)]
-        processes = [context.Process(target=runpy.run_path, args=(str(PROGRAM), p, "rank")) for p in programs]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(DEADLINE_S)
-        stuck = [r for r, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join(DEADLINE_S)
-        errors = {path.name: path.read_text() for path in sorted(tmp_path.glob("*.error"))}
-        assert not stuck, f"ranks {stuck} did not end: {errors}"
-        assert not errors, "\n".join(errors.values())
-        return [pickle.loads((tmp_path / f"rank{r}.pickle").read_bytes()) for r in range(world_size)]
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,8 @@ def test_every_row_reaches_the_store_in_either_format(kit: Any, run: Any, upload
     assert view.stored["published", 2**53 + 1][1] == pytest.approx((0.1, 0.1))
     assert uploader.acknowledged_step == 5
     assert uploader.counters == {"steps": 1, "rows": 5, "batches": 3, "retries": 0}
+    assert uploader._thread is not None
+    assert not uploader._thread.is_alive()
 
 
 def test_windows_hold_at_most_max_workers_batches_of_at_most_the_sdks_size(kit: Any, run: Any) -> None:

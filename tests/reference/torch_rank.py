@@ -1,12 +1,15 @@
-"""One rank of the tracker's tests: a real sharded model on gloo. Run by path in a forked process (test_tracker.py).
+"""One rank with a real sharded model on gloo. Run by path in a forked process (fixture `ranks` of conftest.py).
 
 Leaves what the task returned in `rank<r>.pickle`, or a traceback in `rank<r>.error`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import runpy
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -293,6 +296,13 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
     return messages
 
 
+def example(rank: int, world_size: int, folder: Path) -> Any:
+    """examples/train.py, with the environment that torchrun would give it."""
+    os.environ.update(json.loads((folder / "environment.json").read_text()))
+    sys.argv = ["train.py", "--steps", "12"]
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train.py"), run_name="__main__")
+
+
 def run(task: str, rank: int, world_size: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
@@ -302,12 +312,15 @@ def run(task: str, rank: int, world_size: int, folder: str) -> None:
         "live": live,
         "publish": publish,
         "refuse": refuse,
+        "example": example,
     }
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+        if task != "example":
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
         result = tasks[task](rank, world_size, Path(folder))
         out.with_suffix(".pickle").write_bytes(pickle.dumps(result))
-        dist.destroy_process_group()
+        if task != "example":
+            dist.destroy_process_group()
     except BaseException:
         out.with_suffix(".error").write_text(traceback.format_exc())
         raise

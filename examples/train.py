@@ -1,0 +1,94 @@
+"""Train a small sharded model and publish every row it changes. Two terminals:
+
+deltaproof serve                                  # prints the address of a fake store
+
+export DELTAPROOF_ENDPOINT=127.0.0.1:PORT         # that address; leave it out for the real service
+export ALIBABA_CLOUD_ACCESS_KEY_ID=any ALIBABA_CLOUD_ACCESS_KEY_SECRET=any
+export FEATUREDB_USERNAME=any FEATUREDB_PASSWORD=any
+torchrun --standalone --nproc-per-node 2 examples/train.py --steps 50
+"""
+
+import argparse
+import importlib.util
+import os
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from deltaproof.reference.publisher import Publisher
+from deltaproof.reference.settings import Settings
+
+ROWS, DIM, BATCH = 10_000, 16, 64
+CPU = torch.device("cpu")
+
+
+class TwoTowers(torch.nn.Module):
+    """Score of a user and an item: the dot product of their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            torchrec.EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[f"{name}_id"])
+            for name in ("user", "item")
+        ]
+        self.ebc = torchrec.EmbeddingBagCollection(tables=tables, device=CPU)
+
+    def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
+        rows = self.ebc(features)
+        return (rows["user_id"] * rows["item_id"]).sum(dim=1)
+
+
+def sharded_model() -> DistributedModelParallel:
+    """Users split by row over the ranks, items on the last rank; SGD inside the backward pass."""
+    model, sharder, world_size = TwoTowers(), EmbeddingBagCollectionSharder(), dist.get_world_size()
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+    shardings = {"user": row_wise(compute_kernel="fused"), "item": table_wise(world_size - 1, compute_kernel="fused")}
+    plan = construct_module_sharding_plan(model.ebc, shardings, sharder, device_type="cpu")
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env, CPU, plan=ShardingPlan({"ebc": plan}), sharders=[sharder])
+
+
+def batch() -> torchrec.KeyedJaggedTensor:
+    """One user and one item per sample; few of them are popular."""
+    ids = (ROWS * torch.rand(2 * BATCH) ** 4).long()
+    return torchrec.KeyedJaggedTensor(["user_id", "item_id"], ids, lengths=torch.ones(2 * BATCH, dtype=torch.int64))
+
+
+def main() -> None:
+    """Entry point of one rank."""
+    parser = argparse.ArgumentParser(description="trains and publishes; see the top of this file")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--project", default="deltaproof")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("feature_store_py") is None:  # Alibaba's SDK; deltaproof brings one with its interface
+        from deltaproof.fakes import feature_store_py
+
+        feature_store_py.install()
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model, loss = sharded_model(), torch.nn.BCEWithLogitsLoss()
+    settings = Settings(
+        project=arguments.project,
+        view="two_towers",
+        version="example-1",
+        every_steps=10,
+        endpoint=os.environ.get("DELTAPROOF_ENDPOINT"),
+    )
+    with Publisher.for_model(model, settings) as publisher:
+        publisher.start()
+        for step in range(1, arguments.steps + 1):
+            loss(model(batch()), (torch.rand(BATCH) < 0.5).float()).backward()
+            publisher.after_step(step)
+        publisher.finish(arguments.steps)
+        print(f"rank {dist.get_rank()}: step {publisher.acknowledged} acknowledged, {publisher.uploader.counters}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
