@@ -17,9 +17,11 @@ from ..simulator.history import Event, History, LedgerTable
 #: Steps before the first and after the last one. ``NEVER``: the model never held it; ``FOREVER``: it still does.
 NEVER, FOREVER = -1, int(np.iinfo(np.int64).max)
 
-#: Events that explain a violation whatever step they belong to.
+#: What struck a rank and how it ended: explains a violation whatever step it belongs to.
 NOTABLE = {"fault", "error", "finished", "closed", "rank-end", "rank-exit", "rank-ended-by-supervisor"}
-EVENTS_KEPT = 8
+#: What a rank and the store said to each other.
+TALK = {"sdk-write", "sdk-flush", "request"}
+EVENTS_KEPT = 12
 
 
 @dataclass(frozen=True)
@@ -179,19 +181,24 @@ def rank_of(client: str) -> int | None:
 def events_about(
     history: History, rank: int | None, step: int | None = None, until_ms: float | None = None
 ) -> list[Event]:
-    """The few events that explain what became of ``step`` on ``rank`` (None: on any): its own steps and calls from
-    then on, what the store did to its requests, and whatever struck it. ``until_ms`` leaves out what came later."""
+    """The few events, in time order, that explain what became of ``step`` on ``rank`` (None: on any).
+
+    The step itself and what was said to the store next, what struck and what was said right after it, and how it ended.
+    ``until_ms`` leaves out what came later, and then the last words count more than the first.
+    """
 
     def concerns(event: Event) -> bool:
         if rank is None or event.who == "supervisor":
             return rank is None or event.rank in (None, rank)
-        return event.rank == rank or event.who == f"rank{rank}" or event.data.get("client") == f"rank{rank}"
+        return event.rank == rank or event.data.get("client") == f"rank{rank}"
 
     mine = [e for e in history.events if concerns(e) and (until_ms is None or e.t_ms <= until_ms)]
     since = next((e.t_ms for e in mine if step is not None and e.step == step), float("-inf"))
     notable = [e for e in mine if e.kind in NOTABLE]
-    near = [e for e in mine if e.kind not in NOTABLE and e.t_ms >= since]
-    # What struck the rank first and how it ended; between them the step itself and what followed it directly.
-    kept = notable[: EVENTS_KEPT // 4] + notable[EVENTS_KEPT // 4 :][-EVENTS_KEPT // 4 :]
-    kept += near[: EVENTS_KEPT - len(kept)] if step is not None else near[-(EVENTS_KEPT - len(kept)) :]
-    return sorted(kept, key=lambda e: e.t_ms)
+    struck = [e.t_ms for e in notable if e.kind == "fault" and e.t_ms >= since]
+    near = [e for e in mine if e.t_ms >= since and (e.kind in TALK or (e.kind not in NOTABLE and e.step == step))]
+    after = [e for e in near if struck and e.t_ms >= struck[0]]
+    few = EVENTS_KEPT // 4
+    kept = [*notable[:few], *notable[-few:], *after[:few]]
+    kept += near[:few] if until_ms is None else near[-few:]
+    return sorted({id(e): e for e in kept}.values(), key=lambda e: e.t_ms)

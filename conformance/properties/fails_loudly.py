@@ -20,7 +20,7 @@ def fails_loudly(history: History) -> Finding:
     fall after it only repeat what the broken process group told them; of them, no more than any text is asked.
     """
     finding = Finding("fails-loudly", checked=len(history.outcomes), unit="ranks")
-    failed = sorted((o for o in history.outcomes if o.status != "ok"), key=lambda o: _when(history, o.rank))
+    failed = sorted((o for o in history.outcomes if o.status != "ok"), key=lambda o: _when(history, o))
     raised = [o for o in failed if o.status == "error"]
 
     def violation(outcome: RankOutcome, message: str) -> Violation:
@@ -52,10 +52,14 @@ def fails_loudly(history: History) -> Finding:
     return finding
 
 
-def _when(history: History, rank: int) -> float:
-    """When a rank failed, by its own account or else by the supervisor's; what is not known counts as last."""
-    moments = [e.t_ms for e in history.events if e.rank == rank and e.kind in ("error", "rank-exit")]
-    return min(moments, default=float("inf"))
+def _when(history: History, outcome: RankOutcome) -> float:
+    """When a rank failed, by its own account; what is not known counts as last.
+
+    A rank that died without a word comes first: its peers may notice before the supervisor does.
+    """
+    if outcome.status in ("killed", "vanished"):
+        return float("-inf")
+    return min((e.t_ms for e in history.events if e.rank == outcome.rank and e.kind == "error"), default=float("inf"))
 
 
 def _may_fail(history: History) -> bool:

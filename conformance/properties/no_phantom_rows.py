@@ -63,7 +63,7 @@ def no_phantom_rows(history: History) -> Finding:
             ledger, key, index = rows.ledger, int(rows.keys[i]), int(rows.index[i])
             first, last, touch = int(rows.first[i]), int(rows.last[i]), int(touched_at[i])
             size, dim = ledger.initial.shape
-            expected: object = None
+            expected = ledger.final[key] if 0 <= key < size else None
             if not rows.sized[i]:
                 message = f"the row does not have the table's dimension {dim}"
             elif not 0 <= key < size:
@@ -72,7 +72,6 @@ def no_phantom_rows(history: History) -> Finding:
                 message = "no training batch of any rank ever looked this key up" + _origin(history, rows, i)
             elif last == evidence.NEVER:
                 message = "the model never held this value for this key" + _origin(history, rows, i)
-                expected = ledger.final[key]
             elif last < touch:
                 message = f"{evidence.when_held(first, last)}, but training first touched the key at step {touch}"
                 expected = evidence.value_at(ledger, key, touch)
