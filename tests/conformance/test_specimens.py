@@ -1,0 +1,70 @@
+"""Every specimen is reported by the properties that the catalogue of known bugs names, and the reference never is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from deltaproof.conformance import specimens
+from deltaproof.conformance.check import check
+from deltaproof.conformance.properties import PROPERTIES
+from deltaproof.conformance.specimens import SPECIMENS
+from deltaproof.conformance.specimens.specimen import Patch
+from deltaproof.conformance.verdict import Verdict
+from deltaproof.reference.publisher import Publisher
+from deltaproof.simulator.processes.engine import ProcessEngine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ProcessEngine]:
+    with ProcessEngine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("specimen_id", SPECIMENS)
+def test_a_specimen_is_caught_where_the_reference_holds(specimen_id: str, engine: ProcessEngine) -> None:
+    specimen = SPECIMENS[specimen_id]
+    sound = check(engine, specimen.scenario)
+    assert [v.message for v in sound.violations] == []
+    assert sound.verdict is Verdict.HELD
+    report = check(engine, specimen.scenario, f"specimen:{specimen_id}")
+    assert set(specimen.properties) <= {f.property for f in report.findings if f.violations}
+    assert all(report.history.fired), "the bug must show under the fault that the scenario plans"
+    assert all(v.events for v in report.violations)
+
+
+def test_the_registry_is_in_order_and_every_scenario_is_possible() -> None:
+    assert list(SPECIMENS) == sorted(SPECIMENS)
+    assert {"S01", "S02", "S08", "S11", "S14", "S15", "S19", "S20", "S22", "S33"} <= set(SPECIMENS)
+    for specimen_id, specimen in SPECIMENS.items():
+        assert specimen.id == specimen_id
+        assert specimen.apply.__module__.endswith(f".{specimen_id.lower()}_{specimen.slug.replace('-', '_')}")
+        assert set(specimen.properties) <= set(PROPERTIES)
+        assert specimen.scenario.checked().name == f"{specimen_id}-{specimen.slug}"
+        families = {f.family for f in specimen.scenario.faults}
+        assert families == ({specimen.family} if specimen.family != "any" else set())
+
+
+@pytest.mark.parametrize("specimen_id", SPECIMENS)
+def test_closing_a_specimen_takes_the_bug_out_again(specimen_id: str) -> None:
+    from deltaproof.reference.tracker import TorchRecSource
+    from deltaproof.reference.uploader import Uploader
+
+    classes = (Publisher, Uploader, TorchRecSource)
+    before = [dict(vars(cls)) for cls in classes]
+    with specimens.activate(specimen_id):
+        changed = [n for cls, old in zip(classes, before, strict=True) for n in old if vars(cls)[n] is not old[n]]
+        assert len(changed) == 1, "the smallest mutation replaces one method"
+    assert [dict(vars(cls)) for cls in classes] == before
+
+
+def test_a_specimen_that_lost_its_method_says_so() -> None:
+    with ExitStack() as undo, pytest.raises(AttributeError, match="Publisher has no 'no_such_method' to replace"):
+        Patch(undo).replace(Publisher, "no_such_method", None)
+
+
+def test_an_unknown_specimen_is_refused() -> None:
+    with pytest.raises(KeyError, match="S99"):
+        specimens.activate("S99")
