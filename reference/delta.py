@@ -25,7 +25,7 @@ DELTA_SCHEMA = pa.schema(
     ]
 )
 KEY_RESERVED = -1  # the store's own sentinel; every other int64 is a legal key
-_LIST_VALUES_MAX = 2**31 - 1  # Arrow list offsets are int32
+CHUNK_ROWS = 64_000
 
 
 class DeltaError(ValueError):
@@ -59,24 +59,42 @@ def make_delta(
             key=None,
             step=step,
         )
-    rows_per_chunk = max(1, _LIST_VALUES_MAX // max(1, rows.shape[1]))
+    dim, schema = rows.shape[1], DELTA_SCHEMA
+    size = min(max(1, len(keys)), CHUNK_ROWS, max(1, (2**31 - 1) // max(1, dim)))  # list offsets are int32
+    constants: dict[str, object] = {
+        "global_step": step,
+        "rank": rank,
+        "world_size": world_size,
+        "feature_name": feature_name,
+        "table_fqn": fqn,
+        "source": source,
+    }
+    # One block of each constant column, which every chunk shares: filling them for all rows would cost more than rows.
+    blocks = {name: pa.repeat(pa.scalar(value, schema.field(name).type), size) for name, value in constants.items()}
+    offsets = pa.array(np.arange(size + 1, dtype=np.int32) * np.int32(dim))
     chunks = []
-    for start in range(0, len(keys), rows_per_chunk):
-        part, part_keys = rows[start : start + rows_per_chunk], keys[start : start + rows_per_chunk]
-        count, dim = part.shape
-        offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(dim))
-        columns = [
-            pa.repeat(pa.scalar(step, pa.int64()), count),
-            pa.repeat(pa.scalar(rank, pa.int32()), count),
-            pa.repeat(pa.scalar(world_size, pa.int32()), count),
-            pa.repeat(pa.scalar(feature_name, pa.string()), count),
-            pa.repeat(pa.scalar(fqn, pa.string()), count),
-            pa.array(part_keys),
-            pa.ListArray.from_arrays(offsets, pa.array(part.reshape(-1)), type=DELTA_SCHEMA.field("embedding").type),
-            pa.repeat(pa.scalar(source, pa.string()), count),
-        ]
-        chunks.append(pa.RecordBatch.from_arrays(columns, schema=DELTA_SCHEMA))
-    return pa.Table.from_batches(chunks, schema=DELTA_SCHEMA)
+    for start in range(0, len(keys), size):
+        part = rows[start : start + size]
+        columns = {name: block.slice(0, len(part)) for name, block in blocks.items()}
+        columns["key_id"] = pa.array(keys[start : start + size])
+        columns["embedding"] = pa.ListArray.from_arrays(
+            offsets.slice(0, len(part) + 1), pa.array(part.reshape(-1)), type=schema.field("embedding").type
+        )
+        chunks.append(pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema))
+    return pa.Table.from_batches(chunks, schema=schema)
+
+
+def constant(strings: pa.StringArray) -> str | None:
+    """The value that every one of the strings has (no nulls, at least one string), or None when they differ."""
+    _, offsets, data = strings.buffers()
+    ends = np.frombuffer(offsets, np.int32, len(strings) + 1, 4 * strings.offset)
+    length, total = int(ends[1] - ends[0]), int(ends[-1] - ends[0])
+    if (np.diff(ends) != length).any():
+        return None
+    # Bytes that equal themselves shifted by one string are one string over and over: a memcmp, not a loop.
+    text = data.slice(int(ends[0]), total) if data is not None else pa.py_buffer(b"")
+    same = text.slice(0, total - length).equals(text.slice(length))
+    return str(strings[0].as_py()) if same else None
 
 
 def validate(table: pa.Table, dims: Mapping[str, int] | None = None) -> None:
@@ -108,15 +126,12 @@ def _first_offender(batch: pa.RecordBatch, dims: Mapping[str, int] | None) -> tu
     lists = batch["embedding"]
     lengths = np.diff(lists.offsets.to_numpy())
     if dims is not None:
-        fqns = batch["table_fqn"].dictionary_encode()
-        expected = np.array([dims.get(fqn, -1) for fqn in fqns.dictionary.to_pylist()])[fqns.indices.to_numpy()]
-        wrong = lengths != expected
+        fqn, fqns = constant(batch["table_fqn"]), batch["table_fqn"].to_pylist
+        wrong = lengths != (dims.get(fqn, -1) if fqn is not None else [dims.get(each, -1) for each in fqns()])
         if wrong.any():
             row = _first(wrong)
-            return (
-                row,
-                f"the embedding has dimension {lengths[row]}, its table has {expected[row]} (-1: not in the model)",
-            )
+            wanted = dims.get(fqns()[row], "none: it is not in the model")
+            return row, f"the embedding has dimension {lengths[row]}, its table has {wanted}"
     numbers = lists.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
     finite = np.isfinite(numbers)
     if not finite.all():

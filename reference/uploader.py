@@ -15,13 +15,13 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
-from .delta import validate
+from .delta import constant, validate
 from .settings import Settings
 
 log = logging.getLogger("deltaproof.reference")
@@ -268,21 +268,39 @@ class Uploader:
         Batches that an earlier attempt placed go again. Which ones it placed is not known after a timeout, and an
         incremental reader may have moved past their old ts.
         """
-        batches = self._batches(job.table)
-        stamps = self._stamps(job, len(batches))
-        width = self._settings.max_workers
-        for start in range(0, len(batches), width):
-            self._window(batches[start : start + width], stamps[start : start + width])
+        batches, stamps = self._batches(job.table), iter(self._stamps(job))
+        while window := list(itertools.islice(batches, self._settings.max_workers)):
+            self._window(window, list(itertools.islice(stamps, len(window))))
 
-    def _batches(self, table: pa.Table) -> list[pa.RecordBatch]:
-        """Slices of at most one SDK batch. A chunked table gives more of them than rows / batch size."""
-        return [batch for batch in table.to_batches(max_chunksize=self._batch_size) if batch.num_rows]
-
-    def _stamps(self, job: _Job, batches: int) -> Sequence[int]:
+    def _stamps(self, job: _Job) -> Sequence[int]:
         """One ts (ms) per batch: strictly increasing for this rank, whatever the wall clock does."""
+        batches = sum(-(-chunk.num_rows // self._batch_size) for chunk in job.table.to_batches())
         first = max(self._ts_last + 1, self._wall_ms())
         self._ts_last = first + batches - 1
         return range(first, first + batches)
+
+    def _batches(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
+        """What goes to the store: slices of at most one SDK batch, under the view's field names. Nothing is copied.
+
+        Chunks are not joined, so a chunked table gives more batches than rows / batch size.
+        """
+        view = self._view
+        for chunk in table.to_batches():
+            if chunk.num_rows:
+                columns = [self._published(chunk["table_fqn"]), chunk["key_id"], chunk["embedding"]]
+                names = [view.pk_field, view.sk_field, view.embedding_field]
+                rows = pa.RecordBatch.from_arrays(columns, names=names)
+                for start in range(0, rows.num_rows, self._batch_size):
+                    yield rows.slice(start, self._batch_size)
+
+    def _published(self, fqns: pa.StringArray) -> pa.StringArray:
+        """Published name of each row."""
+        if self._names is None:
+            return fqns
+        if (fqn := constant(fqns)) is not None:
+            name = self._names[fqn]
+            return fqns if name == fqn else pa.repeat(name, len(fqns))
+        return pa.array([self._names[fqn] for fqn in fqns.to_pylist()], pa.string())
 
     def _wall_ms(self) -> int:
         return int(self._clock.time() * 1000)
@@ -316,25 +334,12 @@ class Uploader:
                 self._window_began_s = None
         self._check_summary(summary, sum(batch.num_rows for batch in batches), len(batches))
 
-    def _write(self, batch: pa.RecordBatch, ts: int) -> None:
-        rows, version = self._columns(batch), self._settings.version
+    def _write(self, rows: pa.RecordBatch, ts: int) -> None:
+        version = self._settings.version
         if self._settings.upload_format == "arrow":
             self._view.write_features_arrow(batch=rows, version=version, write_mode="MERGE", ts=ts)
         else:  # keys stay Python ints: a JSON float would change those above 2**53
             self._view.write_features(data=rows.to_pylist(), version=version, write_mode="MERGE", ts=ts)
-
-    def _columns(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch under the view's field names, tables under their published names."""
-        fqns = batch["table_fqn"].dictionary_encode()
-        names = pa.array([self._name_of(fqn) for fqn in fqns.dictionary.to_pylist()], pa.string())
-        view = self._view
-        return pa.RecordBatch.from_arrays(
-            [names.take(fqns.indices), batch["key_id"], batch["embedding"]],
-            names=[view.pk_field, view.sk_field, view.embedding_field],
-        )
-
-    def _name_of(self, fqn: str) -> str:
-        return fqn if self._names is None else self._names[fqn]
 
     def _check_summary(self, summary: Mapping[str, Any], rows: int, batches: int) -> None:
         """Accept exactly what was sent: with any other count some row may not be in the store.

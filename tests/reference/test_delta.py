@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltaproof.reference.delta import DELTA_SCHEMA, DeltaError, make_delta, validate
+from deltaproof.reference.delta import CHUNK_ROWS, DELTA_SCHEMA, DeltaError, constant, make_delta, validate
 
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1).filter(lambda key: key != -1), unique=True, max_size=50)
 FQN = "m.ebc.embedding_bags.t"
@@ -40,6 +40,26 @@ def test_keys_and_rows_are_not_copied() -> None:
     table = make_delta(1, 0, 1, "f", FQN, keys, rows, "dump")
     assert table["key_id"].chunk(0).buffers()[1].address == keys.ctypes.data
     assert table["embedding"].chunk(0).flatten().buffers()[1].address == rows.ctypes.data
+
+
+def test_a_delta_of_several_chunks_keeps_order_and_shares_its_constant_columns() -> None:
+    count = 2 * CHUNK_ROWS + 3
+    keys = np.arange(count, dtype=np.int64)
+    table = delta(keys, keys[:, None])
+    validate(table, {FQN: 1})
+    assert table["key_id"].to_numpy().tolist() == keys.tolist()
+    assert table["embedding"].combine_chunks().flatten().to_numpy().tolist() == keys.tolist()
+    assert table["table_fqn"].num_chunks == 3
+    assert len({chunk.buffers()[2].address for chunk in table["table_fqn"].chunks}) == 1
+
+
+@given(st.lists(st.sampled_from(["", "a", "b", "ab", "ba", "用户"]), min_size=1, max_size=6), st.data())
+def test_a_column_is_constant_when_all_its_strings_are_equal(strings: list[str], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(strings) - 1))
+    part = strings[start:]
+    found = constant(pa.array(strings).slice(start))
+    assert found == (part[0] if len(set(part)) == 1 else None)
+    assert constant(pa.array(["x", *[part[0]] * 3, "y"]).slice(1, 3)) == part[0]
 
 
 def test_columns_say_where_the_rows_come_from() -> None:
@@ -88,6 +108,10 @@ def test_a_wrong_dimension_is_refused_with_both_numbers() -> None:
         validate(delta([8], [[1.0, 1.0]]), {FQN: 3})
     with pytest.raises(DeltaError, match="not in the model"):
         validate(delta([8], [[1.0, 1.0]]), {"m.other": 2})
+    mixed = pa.concat_tables([delta([1, 2], np.ones((2, 2)), "m.u"), delta([3], [[1.0]])]).combine_chunks()
+    validate(mixed, {"m.u": 2, FQN: 1})
+    with pytest.raises(DeltaError, match=r"dimension 1, its table has 2 .*table 'm.ebc.embedding_bags.t', key 3"):
+        validate(mixed, {"m.u": 2, FQN: 2})
 
 
 def test_offences_are_found_in_slices_and_later_chunks() -> None:

@@ -36,7 +36,6 @@ def test_four_lines_publish_a_run(kit: Any, source: Any, client: Any) -> None:
         for step in range(1, 14):
             source.train(A, [step], float(step))
             publisher.after_step(step)
-        assert publisher.uploader.pending_steps() == () or publisher.uploader.pending_steps() <= (5, 10)
         publisher.finish(13)
         assert publisher.acknowledged == 13
     assert client.view.closed

@@ -79,6 +79,16 @@ def test_every_row_reaches_the_store_in_either_format(kit: Any, run: Any, upload
     assert not uploader._thread.is_alive()
 
 
+@pytest.mark.parametrize("upload_format", ["arrow", "json"])
+def test_tables_mixed_in_one_chunk_keep_their_own_names(kit: Any, run: Any, upload_format: str) -> None:
+    view = kit.view()
+    uploader = run(view, upload_format=upload_format, names={T: "one", "m.u": "two"}, batch_size=2)
+    mixed = pa.concat_tables([kit.delta(1, [1]), kit.delta(1, [1, 2], table="m.u"), kit.delta(1, [2])])
+    uploader.submit(1, mixed.combine_chunks())
+    uploader.close()
+    assert set(view.stored) == {("one", 1), ("two", 1), ("two", 2), ("one", 2)}
+
+
 def test_windows_hold_at_most_max_workers_batches_of_at_most_the_sdks_size(kit: Any, run: Any) -> None:
     view = kit.view(batch_size=10)
     uploader = run(view, batch_size=1000, max_workers=3)
