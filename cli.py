@@ -7,6 +7,7 @@ could be checked, 4 the kit itself failed, 130 interrupted.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -36,7 +37,18 @@ app = typer.Typer(
     help="Prove that no embedding row is lost between a training job and the store that serves it.",
 )
 
-out = Console(highlight=False)
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """A reader such as ``head`` went away. rich would exit with 1, which here means that a property broke."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE)
+
+
+out = _Output(highlight=False)
+if not out.is_terminal:
+    # Nobody resizes a log file: room for one line per table row.
+    out = _Output(highlight=False, width=150)
 err = Console(stderr=True, highlight=False)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
@@ -485,8 +497,6 @@ def _guarded(body: Callable[[], Any]) -> int:
     except KitError as error:
         print(f"deltaproof: the kit itself failed, nothing is known about the target: {error}", file=sys.stderr)
         return 4
-    except BrokenPipeError:
-        return 141
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
             print(f"deltaproof: {error.format_message()} (see deltaproof --help)", file=sys.stderr)

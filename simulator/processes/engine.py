@@ -50,7 +50,11 @@ def require_torch() -> None:
     import importlib.util
 
     for module in ("torch", "torchrec"):
-        if importlib.util.find_spec(module) is None:
+        try:
+            found = importlib.util.find_spec(module)
+        except ImportError:
+            found = None
+        if found is None:
             raise ScenarioError(
                 f"the process engine needs {module}, which is not installed: pip install 'deltaproof[torch]'"
             )
@@ -101,7 +105,7 @@ class ProcessEngine:
             self._store.close()
             self._store = None
         if self._store is None:
-            self._store = _StoreProcess(self._context)
+            self._store = _StoreProcess(self._context, self._folder)
         return self._store
 
     def run(self, scenario: Scenario, target: str = "reference") -> History:
@@ -187,18 +191,27 @@ class ProcessEngine:
 
 
 @contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Hide ``__main__`` from multiprocessing while processes start.
+def _starting(cache: Path) -> Iterator[None]:
+    """Around every start of a process: it gets no Ctrl-C, does not import ``__main__`` and leaves no folder behind.
 
     A child imports its parent's main module anew: a console script, pytest or a user's notebook, once per rank. Nothing
     that runs in a child comes from there, and a script without an ``if __name__`` guard would start itself again.
+    Ctrl-C is blocked, not ignored, so that the supervisor gets it a moment later and ends its children in order. torch
+    makes a cache folder when it is imported; ``cache`` says where, if the environment does not.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    unset = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    if unset:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        if unset:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _of(events: list[Event], rank: int) -> list[Event]:
@@ -226,7 +239,7 @@ class Supervisor:
         ]
 
     def start(self) -> None:
-        with _no_main():
+        with _starting(self.folder.parent / "torch"):
             for process in self.ranks:
                 process.start()
 
@@ -327,14 +340,14 @@ def _end(processes: list[BaseProcess]) -> None:
 class _StoreProcess:
     """The fake Feature Store in a process of its own, driven over its admin routes; every call has a time-out."""
 
-    def __init__(self, context: BaseContext) -> None:
+    def __init__(self, context: BaseContext, folder: Path) -> None:
         from ...fakes.server import process_main
 
         self._pipe, child = context.Pipe()
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=process_main, args=(child,), name="deltaproof-store", daemon=True
         )
-        with _no_main():
+        with _starting(folder / "torch"):
             self._process.start()
         child.close()
         if not self._pipe.poll(120):

@@ -10,9 +10,12 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,12 +45,21 @@ class RankSpec:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is gone: nothing outlives a supervisor killed by SIGKILL."""
-    parent = os.getppid()
+    """End this process when the supervisor is gone, even by SIGKILL: nothing outlives it.
+
+    The kernel signals the death of the parent, which under a forkserver is the forkserver; a thread waits for the end
+    of the process that asked for this one, because the forkserver may have been gone before this line ran.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None:
+
+        def watch() -> None:
+            multiprocessing.connection.wait([supervisor.sentinel])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, name="deltaproof-supervisor-watch", daemon=True).start()
 
 
 def main(spec: RankSpec) -> None:

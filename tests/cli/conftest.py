@@ -1,0 +1,61 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+class Cli:
+    """Runs the console script's entry point in a process of its own, marked so that whatever it leaves can be found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"DELTAPROOF_TEST_MARK={folder.name}-{os.getpid()}"
+        name, _, value = self.mark.partition("=")
+        (folder / "tmp").mkdir()
+        self.env = {**os.environ, name: value, "TMPDIR": str(folder / "tmp"), "COLUMNS": "150"}
+
+    def start(self, *args: str, **env: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deltaproof.cli", *args],
+            cwd=self.folder,
+            env={**self.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *args: str, timeout_s: float = 100, **env: str) -> subprocess.CompletedProcess:
+        process = self.start(*args, **env)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    def left_over(self) -> list[psutil.Process]:
+        """Processes that carry this test's mark and still run."""
+        name, _, value = self.mark.partition("=")
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def end_left_over(self) -> None:
+        for process in self.left_over():
+            process.kill()
+
+
+@pytest.fixture
+def cli(tmp_path):
+    made = Cli(tmp_path)
+    yield made
+    made.end_left_over()

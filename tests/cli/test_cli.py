@@ -1,0 +1,228 @@
+"""What a person types: answers, exit codes, and what is left behind."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deltaproof.simulator.faults import REGISTRY, RankKill
+from deltaproof.simulator.scenario import Scenario, Table, Workload
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+SMALL = Scenario(name="small", seed=5, tables=(Table(name="item"),), workload=Workload(steps=4))
+
+
+def one_line(text: str) -> str:
+    assert text.count("\n") == 1, text
+    assert "Traceback" not in text
+    return text
+
+
+def until(condition, what: str, timeout_s: float = 60.0) -> None:
+    """Poll with a deadline: these are other processes, with no event of ours to wait on."""
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit, f"waited {timeout_s} s in vain: {what}"
+        time.sleep(0.02)  # a poll interval, not synchronisation
+
+
+@pytest.mark.parametrize("what", ["faults", "properties", "specimens"])
+def test_list(cli, what: str) -> None:
+    table = cli.run("list", what)
+    assert table.returncode == 0
+    listed = json.loads(cli.run("list", what, "--json").stdout)
+    assert len(listed) > 5
+    if what == "faults":
+        assert [row["fault"] for row in listed] == list(REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"version": 1, "faults": [{"fault": "gremlins"}]}', "unknown fault 'gremlins'"),
+        ('{"version": 1, "world_size": 0}', "world_size is 0"),
+        ('{"version": 1, "tables": [{"name": "a", "sharding": "column_wise"}]}', "column_wise sharding is refused"),
+        ('{"version": 2}', "newer than this deltaproof reads"),
+        ('{"version": 1, "workload": {"data": "clicks.parquet"}}', "no int64 column"),
+        ('{"deltaproof_failure": 9}', "failure file version 9"),
+        ('{"deltaproof_failure": 1, "target": 3}', "needs a text 'target'"),
+        (
+            '{"deltaproof_failure": 1, "target": "reference", "broken": [], "scenario": 4}',
+            "a scenario is a JSON object",
+        ),
+        ("", "not JSON"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "replay"])
+def test_bad_files_are_refused_with_one_line_and_exit_code_2(cli, command: str, content: str, message: str) -> None:
+    pq.write_table(pa.table({"price": [1.5]}), cli.folder / "clicks.parquet")
+    (cli.folder / "s.json").write_text(content)
+    ended = cli.run(command, "s.json")
+    assert ended.returncode == 2, ended
+    assert message in one_line(ended.stderr)
+    assert message not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "absent.json"], "cannot read absent.json"),
+        (["run", "s.json", "--engine", "steam"], "unknown engine 'steam'"),
+        (["run", "s.json", "--target", "no_such_module:make"], "cannot import target 'no_such_module:make'"),
+        (["run", "s.json", "--target", "specimen:S99"], "unknown specimen 'S99'"),
+        (["run", "s.json", "--data", "absent.parquet"], "cannot read interactions from absent.parquet"),
+        (["demo", "--data", "s.json"], "cannot read interactions from s.json"),
+        (["list", "gremlins"], "cannot list 'gremlins'"),
+        (["explore", "--count", "0"], "--count"),
+        (["serve", "--port", "70000"], "--port"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["run"], "Missing argument"),
+    ],
+)
+def test_bad_arguments_are_refused_with_one_line_and_exit_code_2(cli, args: list[str], message: str) -> None:
+    (cli.folder / "s.json").write_text(SMALL.to_json())
+    ended = cli.run(*args)
+    assert ended.returncode == 2, ended
+    assert message in one_line(ended.stderr)
+
+
+def test_without_torch_the_missing_extra_is_named(cli) -> None:
+    (cli.folder / "sitecustomize.py").write_text(
+        "import importlib.abc, sys\n"
+        "class Absent(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'torchrec'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    (cli.folder / "s.json").write_text(SMALL.to_json())
+    ended = cli.run("run", "s.json", PYTHONPATH=str(cli.folder))
+    assert ended.returncode == 2
+    assert "pip install 'deltaproof[torch]'" in one_line(ended.stderr)
+    assert cli.run("list", "faults", PYTHONPATH=str(cli.folder)).returncode == 0
+
+
+def test_run_prints_seed_and_settings_first_and_exits_0(cli) -> None:
+    (cli.folder / "s.json").write_text(SMALL.to_json())
+    ended = cli.run("run", "s.json")
+    assert ended.returncode == 0, ended
+    assert "seed 5" in ended.stdout.splitlines()[0]
+    assert "held" in ended.stdout
+
+
+def test_a_broken_run_says_how_to_repeat_it_and_the_replay_reproduces(cli) -> None:
+    scenario = SMALL.to_json()
+    (cli.folder / "s.json").write_text(scenario)
+    ended = cli.run("run", "s.json", "--target", "specimen:S02")
+    assert ended.returncode == 1, ended
+    [command] = [line.strip() for line in ended.stdout.splitlines() if "deltaproof replay" in line]
+    again = cli.run(*command.split()[1:])
+    assert again.returncode == 1, again
+    assert "no-silent-loss" in again.stdout
+    mended = cli.run(*command.split()[1:], "--target", "reference")
+    assert mended.returncode == 3
+    assert "did not reproduce" in mended.stdout
+
+
+def test_a_fault_that_never_fires_exits_3_and_json_says_so(cli) -> None:
+    scenario = Scenario(
+        name="late", workload=Workload(steps=3), faults=(RankKill(rank=0, point="train.after-step", nth=9),)
+    )
+    (cli.folder / "s.json").write_text(scenario.to_json())
+    ended = cli.run("run", "s.json", "--json")
+    assert ended.returncode == 3
+    answer = json.loads(ended.stdout)
+    assert answer["verdict"] == "not exercised"
+    assert answer["runs"][0]["faults"][0]["fired"] == 0
+
+
+def test_explore_draws_the_count_and_the_same_seed_repeats(cli) -> None:
+    def explored() -> dict:
+        ended = cli.run("explore", "--count", "4", "--seed", "3", "--ranks-max", "2", "--json")
+        assert ended.returncode == 0, ended
+        return json.loads(ended.stdout)
+
+    first, second = explored(), explored()
+    assert first["runs"] == 4
+    assert first["verdicts"] == second["verdicts"]
+    assert first["rows_compared"] == second["rows_compared"]
+
+
+def test_explore_finds_and_shrinks_a_specimen_with_two_jobs(cli) -> None:
+    args = ["--count", "6", "--seed", "1", "--jobs", "2", "--target", "specimen:S02", "--shrink-s", "5"]
+    ended = cli.run("explore", *args, "--json")
+    assert ended.returncode == 1, ended
+    failures = json.loads(ended.stdout)["failures"]
+    assert failures
+    assert all("no-silent-loss" in f["broken"] for f in failures)
+    assert cli.run("replay", failures[0]["path"]).returncode == 1
+
+
+def test_serve_says_where_and_refuses_a_port_in_use(cli) -> None:
+    process = cli.start("serve", "--json")
+    try:
+        port = json.loads(process.stdout.readline())["port"]
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert b"200" in connection.recv(100)
+        second = cli.run("serve", "--port", str(port))
+        assert second.returncode == 2, second
+        assert str(port) in one_line(second.stderr)
+        assert "in use" in second.stderr
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_behind(cli, number: signal.Signals) -> None:
+    process = cli.start("demo")
+    try:
+        # Ranks, store, forkserver and the command itself: the demo is in the middle of a scenario.
+        until(lambda: any("rank" in "".join(os.listdir(d)) for d in run_folders(cli)), "a rank at work")
+        # Ctrl-C reaches the whole foreground process group.
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    until(lambda: not cli.left_over(), "every process to be gone")
+    assert os.listdir(cli.folder / "tmp") == []
+
+
+def test_kill_9_of_the_command_ends_its_ranks_and_its_store(cli) -> None:
+    process = cli.start("demo")
+    try:
+        until(lambda: any("rank" in "".join(os.listdir(d)) for d in run_folders(cli)), "a rank at work")
+        assert len(cli.left_over()) > 2
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    until(lambda: not cli.left_over(), "every process to be gone")
+
+
+def run_folders(cli) -> list:
+    return [d for d in (cli.folder / "tmp").glob("deltaproof-*/run*") if d.is_dir()]
+
+
+def test_a_closed_pipe_is_no_crash(cli) -> None:
+    process = cli.start("list", "faults")
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert "Traceback" not in process.stderr.read()
+    assert process.returncode in (0, 141, -signal.SIGPIPE)
+
+
+def test_help_names_every_command() -> None:
+    from deltaproof.cli import app
+
+    names = {c.name or c.callback.__name__ for c in app.registered_commands}
+    assert names == {"demo", "run", "replay", "explore", "serve", "list"}
