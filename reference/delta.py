@@ -12,18 +12,17 @@ import pyarrow.compute as pc
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 
-DELTA_SCHEMA = pa.schema(
-    [
-        pa.field("global_step", pa.int64(), nullable=False),
-        pa.field("rank", pa.int32(), nullable=False),
-        pa.field("world_size", pa.int32(), nullable=False),
-        pa.field("feature_name", pa.string(), nullable=False),
-        pa.field("table_fqn", pa.string(), nullable=False),
-        pa.field("key_id", pa.int64(), nullable=False),
-        pa.field("embedding", pa.list_(pa.field("item", pa.float32())), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-    ]
-)
+_COLUMNS = {
+    "global_step": pa.int64(),
+    "rank": pa.int32(),
+    "world_size": pa.int32(),
+    "feature_name": pa.string(),
+    "table_fqn": pa.string(),
+    "key_id": pa.int64(),
+    "embedding": pa.list_(pa.float32()),
+    "source": pa.string(),
+}
+DELTA_SCHEMA = pa.schema([pa.field(name, kind, nullable=False) for name, kind in _COLUMNS.items()])
 KEY_RESERVED = -1  # the store's own sentinel; every other int64 is a legal key
 CHUNK_ROWS = 64_000
 
@@ -59,29 +58,24 @@ def make_delta(
             key=None,
             step=step,
         )
-    dim, schema = rows.shape[1], DELTA_SCHEMA
+    dim = rows.shape[1]
     size = min(max(1, len(keys)), CHUNK_ROWS, max(1, (2**31 - 1) // max(1, dim)))  # list offsets are int32
-    constants: dict[str, object] = {
-        "global_step": step,
-        "rank": rank,
-        "world_size": world_size,
-        "feature_name": feature_name,
-        "table_fqn": fqn,
-        "source": source,
-    }
     # One block of each constant column, which every chunk shares: filling them for all rows would cost more than rows.
-    blocks = {name: pa.repeat(pa.scalar(value, schema.field(name).type), size) for name, value in constants.items()}
+    constants: list[object] = [step, rank, world_size, feature_name, fqn, source]
+    names = [name for name in _COLUMNS if name not in ("key_id", "embedding")]
+    blocks = {
+        name: pa.repeat(pa.scalar(value, _COLUMNS[name]), size) for name, value in zip(names, constants, strict=True)
+    }
     offsets = pa.array(np.arange(size + 1, dtype=np.int32) * np.int32(dim))
     chunks = []
     for start in range(0, len(keys), size):
-        part = rows[start : start + size]
-        columns = {name: block.slice(0, len(part)) for name, block in blocks.items()}
-        columns["key_id"] = pa.array(keys[start : start + size])
-        columns["embedding"] = pa.ListArray.from_arrays(
-            offsets.slice(0, len(part) + 1), pa.array(part.reshape(-1)), type=schema.field("embedding").type
-        )
-        chunks.append(pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema))
-    return pa.Table.from_batches(chunks, schema=schema)
+        values = pa.array(rows[start : start + size].reshape(-1))
+        columns = {"key_id": pa.array(keys[start : start + size])}
+        count = len(columns["key_id"])
+        columns |= {name: block.slice(0, count) for name, block in blocks.items()}
+        columns["embedding"] = pa.ListArray.from_arrays(offsets.slice(0, count + 1), values)
+        chunks.append(pa.RecordBatch.from_arrays([columns[name] for name in _COLUMNS], schema=DELTA_SCHEMA))
+    return pa.Table.from_batches(chunks, schema=DELTA_SCHEMA)
 
 
 def constant(strings: pa.StringArray) -> str | None:

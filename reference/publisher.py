@@ -15,7 +15,7 @@ from .settings import Settings
 from .uploader import Uploader, UploadError
 
 PK, SK, VALUE = "embedding_name", "key_id", "embedding"
-FLOAT_TYPES = ("ARRAY<FLOAT>", "FLOAT_ARRAY", "ARRAY_FLOAT")
+VALUE_TYPE = "ARRAY<FLOAT>"
 
 
 class PublisherError(RuntimeError):
@@ -52,7 +52,7 @@ class Publisher:
         self._cadence: Cadence | None = None
         self._uploader: Uploader | None = None
         self._view: Any = None
-        self._finished = False
+        self._finished = self._closed = False
 
     @classmethod
     def for_model(cls, model: Any, settings: Settings, client: Any = None) -> Self:
@@ -130,11 +130,11 @@ class Publisher:
         Raises:
             UploadError: steps are not acknowledged. PublisherError: rows were touched and `finish` was not called.
         """
-        uploader, self._uploader = self._uploader, None
-        if uploader is None:
+        if self._uploader is None or self._closed:
             return
+        self._closed = True
         try:
-            uploader.close(drain)
+            self._uploader.close(drain)
         finally:
             if (close_view := getattr(self._view, "close", None)) is not None:
                 close_view(wait=False)  # nothing is pending any more, or it was given up
@@ -151,7 +151,7 @@ class Publisher:
     @property
     def acknowledged(self) -> int | None:
         """Last step that the store acknowledged, None before the first."""
-        return self._running().acknowledged_step
+        return None if self._uploader is None else self._uploader.acknowledged_step
 
     @property
     def uploader(self) -> Uploader:
@@ -178,8 +178,9 @@ class Publisher:
             self._running().submit(step, table)
 
     def _running(self) -> Uploader:
-        if self._uploader is None:
-            raise PublisherError(f"rank {self._rank}: the publisher is not running; call start() first")
+        if self._uploader is None or self._closed:
+            what = "is closed; make a new one" if self._closed else "is not running; call start() first"
+            raise PublisherError(f"rank {self._rank}: the publisher {what}")
         return self._uploader
 
     def _embedding_names(self) -> dict[str, str]:
@@ -217,7 +218,7 @@ class Publisher:
                 ttl=settings.ttl_s,
                 shard_count=settings.shard_count,
                 replication_count=settings.replication_count,
-                embedding_field_type="ARRAY<FLOAT>",
+                embedding_field_type=VALUE_TYPE,
             )
 
     def _meet(self) -> None:
@@ -237,7 +238,7 @@ class Publisher:
                 f"rank {self._rank}: there is no view {name!r}; see rank 0's error, it creates the view"
             )
         kind = getattr(view, "embedding_field_type", None)  # SDKs before 2.2.8 do not say
-        if kind is not None and str(kind).upper() not in FLOAT_TYPES:
+        if kind is not None and str(getattr(kind, "value", kind)) != VALUE_TYPE:
             raise PublisherError(f"view {name!r} holds {kind}, this model has float32 rows; publish to another view")
         return view
 

@@ -4,6 +4,10 @@ Ids come from TorchRec's own tracker interface, `register_post_lookup_tracker_fn
 1.9; the callback's later arguments differ between them and are not used). State is keyed by table FQN, so equal table
 names under different owners stay apart. What the callback sees depends on the sharding: row-wise ids are local to the
 shard, table-wise ids appear on the owning rank alone, data-parallel ids are those of the rank's own batch.
+
+A row counts as changed when it was looked up since the last dump. Not followed, therefore: rows that a dense optimizer
+moves without a lookup (momentum, weight decay on data-parallel tables; those published before are read again at the
+end), and pipelines that look up the next batch before the update of this one.
 """
 
 from __future__ import annotations
@@ -78,6 +82,7 @@ class TorchRecSource:
         self._tables: dict[str, TableInfo] = {}
         self._shards: dict[str, _Shard] = {}
         self._records: dict[str, _Record] = {}
+        self._hooks: list[tuple[Any, Any]] = []
         self._paused = 0
         self._lock = threading.Lock()  # a pipelined model looks up in one thread while another dumps
         for path, module in model.named_modules():
@@ -99,8 +104,13 @@ class TorchRecSource:
         """Global keys touched since the last drain, per FQN (int64, sorted, unique); quiet tables are absent.
 
         Raises:
-            DeltaError: an id outside this rank's shard.
+            DeltaError: an id outside this rank's shard. TrackerError: another tracker took this one's place.
         """
+        for module, hook in self._hooks:
+            if module.post_lookup_tracker_fn is not hook:
+                raise TrackerError(
+                    "another tracker was registered after this one, so lookups went unseen; make it first"
+                )
         with self._lock:
             taken = {full: record.take() for full, record in self._records.items() if record.count}
         return {full: self._global_keys(full, ids.cpu().numpy()) for full, ids in taken.items()}
@@ -171,18 +181,21 @@ class TorchRecSource:
 
     def _listen(self, owner: str, module: Any, layouts: list[list[tuple[str, str]]]) -> None:
         """Register with TorchRec. A module calls back once per lookup, in the order of its lookups."""
-        turn = [0]
+        turn, earlier = [0], module.post_lookup_tracker_fn  # TorchRec keeps one tracker per module: pass lookups on
 
         def begin(*_: Any) -> None:
             turn[0] = 0  # a forward that raised half-way must not shift the next one
 
-        def looked_up(features: Any, *_: Any) -> None:
+        def looked_up(features: Any, *more: Any) -> None:
+            if earlier is not None:
+                earlier(features, *more)
             layout = layouts[turn[0] % len(layouts)]
             turn[0] += 1
             self._record(owner, layout, features)
 
         module.register_forward_pre_hook(begin)
         module.register_post_lookup_tracker_fn(looked_up)
+        self._hooks.append((module, looked_up))
 
     def _record(self, owner: str, layout: list[tuple[str, str]], features: Any) -> None:
         """Note the ids of one lookup. Features are matched by position: one feature may feed two tables."""

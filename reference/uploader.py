@@ -30,8 +30,10 @@ SECRET_VARIABLES = (
     "ALIBABA_CLOUD_ACCESS_KEY_ID",
     "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
     "ALIBABA_CLOUD_SECURITY_TOKEN",
-    "FEATUREDB_USERNAME",
     "FEATUREDB_PASSWORD",
+)
+LABELLED_SECRET = re.compile(
+    r"(?i)(\b(?:auth|authorization|signature|\w*(?:token|password|secret))\b\W{0,2}[:=]\W{0,2})(?:\w[\w-]* )?[^\s,;]+"
 )
 ERROR_TEXT_MAX = 300
 
@@ -66,7 +68,7 @@ class Uploader:
     """Uploader of one rank. The training thread calls the public methods, a daemon thread does the sending.
 
     Args:
-        view: a `feature_store_py` DynamicEmbedding view (interface: docs/protocol.md).
+        view: a `feature_store_py` DynamicEmbedding view (with `high_water_ts(version)` when it can).
         clock: has `time()`, the wall clock in seconds that ts are taken from.
         names: published name per table FQN; without it a table is published under its FQN.
         dims: embedding dimension per table FQN; without it dimensions are not checked here.
@@ -386,12 +388,11 @@ class Uploader:
 
     @staticmethod
     def _redact(error: object) -> str:
-        """Text of an error, short, without a value that any credential variable holds."""
+        """Text of an error, short, without a value that a credential variable holds or that bears a telling label."""
         text = str(error) or type(error).__name__
-        for name in SECRET_VARIABLES:
-            if secret := os.environ.get(name):
-                text = text.replace(secret, "[redacted]")
-        text = re.sub(r"(?i)\b(authorization|auth|token|password|secret)\b(\W{1,3})\S+", r"\1\2[redacted]", text)
+        for secret in filter(None, map(os.environ.get, SECRET_VARIABLES)):
+            text = text.replace(secret, "[redacted]") if len(secret) > 3 else text
+        text = LABELLED_SECRET.sub(r"\1[redacted]", text)
         return text if len(text) <= ERROR_TEXT_MAX else text[:ERROR_TEXT_MAX] + "…"
 
 

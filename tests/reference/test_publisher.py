@@ -165,10 +165,25 @@ def test_an_exception_of_training_is_the_one_raised_and_does_not_wait_for_the_st
 
 def test_calls_before_start_say_so(kit: Any, source: Any, client: Any) -> None:
     publisher = publisher_of(kit, source, client)
-    for call in (lambda: publisher.after_step(1), lambda: publisher.finish(1), lambda: publisher.acknowledged):
+    for call in (lambda: publisher.after_step(1), lambda: publisher.finish(1), lambda: publisher.uploader):
         with pytest.raises(PublisherError, match=r"call start\(\) first"):
             call()
+    assert publisher.acknowledged is None
     publisher.close()
+
+
+def test_a_closed_publisher_stays_closed_and_still_says_what_was_acknowledged(
+    kit: Any, source: Any, client: Any
+) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    publisher.finish(7)
+    publisher.close()
+    publisher.close()
+    assert publisher.acknowledged == 7
+    with pytest.raises(PublisherError, match="is closed; make a new one"):
+        publisher.after_step(8)
 
 
 class Ranks:

@@ -453,6 +453,28 @@ def test_the_longest_retry_after_of_a_flush_is_the_one_kept(kit: Any, run: Any, 
     assert paused == [0.03]
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("the token expired", "the token expired"),
+        ("Authorization: Bearer abc123, next", "Authorization: [redacted], next"),
+        ("Auth: dXNlcjpwYXNz", "Auth: [redacted]"),
+        ('{"security_token": "abc"}', '{"security_token": "[redacted]'),
+        ("Signature=0a1b; x=1", "Signature=[redacted]; x=1"),
+        ("an authority: none", "an authority: none"),
+    ],
+)
+def test_what_a_telling_label_names_is_redacted(text: str, left: str) -> None:
+    assert Uploader._redact(text) == left
+
+
+def test_short_secrets_do_not_tear_words_apart(monkeypatch: Any) -> None:
+    monkeypatch.setenv("FEATUREDB_PASSWORD", "any")
+    assert Uploader._redact("many companies") == "many companies"
+    assert len(Uploader._redact("y" * 999)) == 301
+    assert Uploader._redact(TimeoutError()) == "TimeoutError"
+
+
 def test_no_credential_is_repeated_in_an_error(kit: Any, run: Any, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("FEATUREDB_PASSWORD", "planted-password")
     monkeypatch.setenv("ALIBABA_CLOUD_SECURITY_TOKEN", "planted-token")

@@ -264,6 +264,11 @@ def publish(rank: int, world_size: int, folder: Path) -> Any:
     return client.stored, before, run.weights()
 
 
+def run_once(model: Any) -> None:
+    ones = torch.ones(3, dtype=torch.int32)
+    model(torchrec.KeyedJaggedTensor(keys=list(FEATURES), lengths=ones, values=torch.tensor([5, 6, 7])))
+
+
 def refuse(rank: int, world_size: int, folder: Path) -> Any:
     """Models that cannot be followed, each with the message it gets."""
     one = {"ebc": {"a": (8, ["fa"], RW)}}
@@ -288,7 +293,14 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
             TorchRecSource(model)
         except TrackerError as error:
             messages[name] = str(error)
-    source = TorchRecSource(shard(one, 1))
+    tracked = shard(one, 1)
+    source, other = TorchRecSource(tracked), TorchRecSource(tracked)
+    run_once(tracked)
+    messages["chained"] = str([each._entry("ebc.embedding_bags.a").count for each in (source, other)])
+    try:
+        source.drain()
+    except TrackerError as error:
+        messages["replaced"] = str(error)
     try:
         source.gather("ebc.embedding_bags.b", np.array([1]))
     except TrackerError as error:
