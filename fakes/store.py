@@ -619,14 +619,20 @@ class Store:
         ]
         return pa.Table.from_arrays(columns, schema=schema)
 
-    def snapshot(self, project: str, view: str, version: str, *, after_ts: int = 0) -> Snapshot:
-        """A consistent image of a version (rows with ts above ``after_ts``), unaffected by later writes."""
+    def snapshot(
+        self, project: str, view: str, version: str, *, after_ts: int = 0, tables: Sequence[str] | None = None
+    ) -> Snapshot:
+        """A consistent image of a version, unaffected by later writes: rows with ts above ``after_ts``, of ``tables``
+        (values of pk; default: all).
+        """
         check_version(version)
         with self._lock:
             target = self._view(project, view)
             expired_before = self._expired_before(target.spec)
             parts = []
             for pk, rows in sorted(target.versions.get(version, {}).items()):
+                if tables is not None and pk not in tables:
+                    continue
                 run = rows.whole()
                 if expired_before or after_ts:
                     keep = (run.arrival >= expired_before) & (run.ts > after_ts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -22,14 +22,44 @@ from ..errors import ERRORS, InvalidParameter, code_for_status
 
 When = Literal["before-commit", "after-commit"]
 
-DELAY_MS_MAX = 600_000
-COUNT_MAX = 2**31
+DELAY_MS_MAX: Final = 600_000
+COUNT_MAX: Final = 2**31
+
+# Groups of routes and the routes in each; routes.py serves exactly these (test_faults.py compares).
+ROUTES: Final[dict[str, tuple[str, ...]]] = {
+    "control": (
+        "list_instances",
+        "list_projects",
+        "create_project",
+        "get_project",
+        "get_project_entity",
+        "list_entities",
+        "create_entity",
+        "get_entity",
+        "delete_entity",
+        "list_views",
+        "create_view",
+        "get_view",
+        "update_view",
+        "delete_view",
+        "online_features",
+        "write_table",
+        "list_datasources",
+        "get_datasource",
+    ),
+    "write": ("write_json", "write_arrow"),
+    "lookup": ("lookup_arrow",),
+    "scan": ("create_snapshot", "scan_snapshot"),
+    "changes": ("iterate_changes", "high_water_ts"),
+    "health": ("health",),
+}
+_KNOWN: Final = {"*", *ROUTES}.union(*ROUTES.values())
 
 
 class Fault(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     """What every fault has: an ``id`` the request log names, and the requests it strikes.
 
-    ``route`` is a route's name ("write_arrow") or group ("write", "lookup", "scan", "changes", "control"), or "*".
+    ``route`` is a name or a group of ``ROUTES`` ("write_arrow", "write"), or "*".
     ``client`` is a FeatureDB username, or None for any. ``skip`` matching requests pass first, the next ``count`` are
     struck.
     """
@@ -42,8 +72,13 @@ class Fault(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
     def check(self) -> None:
         """Raise InvalidParameter if a field is out of range or contradicts the errors table."""
-        if not self.id or not self.route:
-            raise InvalidParameter("a fault needs a non-empty id and route")
+        if not self.id:
+            raise InvalidParameter("a fault needs a non-empty id")
+        if self.route not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
+            raise InvalidParameter(
+                f"fault {self.id}: no route {self.route[:40]!r}, so it would never fire; want {known}"
+            )
         if not 0 <= self.skip <= COUNT_MAX or not 1 <= self.count <= COUNT_MAX:
             raise InvalidParameter(f"fault {self.id}: skip {self.skip}, count {self.count}: want skip >= 0, count >= 1")
 
@@ -93,6 +128,8 @@ class PartialFault(Fault, tag="partial", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        if self.route not in ("*", "write", *ROUTES["write"]):
+            raise InvalidParameter(f"fault {self.id}: partial failures are for writes, not for route {self.route}")
         if not 1 <= self.rows_failed <= COUNT_MAX:
             raise InvalidParameter(f"fault {self.id}: rows_failed {self.rows_failed}, want at least 1")
 

@@ -51,6 +51,7 @@ FIELD_TYPES: Final = {value: key for key, value in VALUE_TYPES.items()}
 PAGE_SIZE_DEFAULT: Final = 10
 PAGE_SIZE_MAX: Final = 1000
 TS_MAX: Final = 2**63 - 1
+ONLINE_FEATURES_MAX: Final = 1000
 
 
 class Reply(NamedTuple):
@@ -147,10 +148,8 @@ def _id_filter(call: Call, name: str, key: str, rows: list[dict[str, Any]]) -> l
     text = call.query(name)
     if not text:
         return rows
-    wanted = wire.json_value(text.encode(), name)
-    if not isinstance(wanted, list):
-        raise InvalidParameter(f"{name}: want a JSON list of ids")
-    return [row for row in rows if row[key] in map(str, wanted)]
+    wanted = text.split(",")  # the published client joins with commas (style "simple")
+    return [row for row in rows if row[key] in wanted]
 
 
 def _page(call: Call, key: str, rows: list[dict[str, Any]], sort_keys: tuple[str, ...]) -> dict[str, Any]:
@@ -447,6 +446,38 @@ async def delete_view(call: Call) -> Reply:
         spec = call.state.view(call.path("view"))
         call.state.store.drop_view(spec.project, spec.name)
         return {}
+
+    return Reply(await call.commit(effect))
+
+
+async def online_features(call: Call) -> Reply:
+    """Rows of the tables named in JoinIds, as JSON texts; ours: the version stands in Config, {"version": …}."""
+    join_ids = wire.json_value((call.query("JoinIds") or "").encode(), "JoinIds")
+    if not isinstance(join_ids, list) or not all(isinstance(name, str) for name in join_ids):
+        raise InvalidParameter("JoinIds: want a JSON list of strings")
+    version = check_version(wire.json_object((call.query("Config") or "").encode(), "Config").get("version"))
+    call.entry.version = version
+
+    def effect() -> dict[str, Any]:
+        spec = call.state.view(call.path("view"))
+        snapshot = call.state.store.snapshot(spec.project, spec.name, version, tables=join_ids)
+        if snapshot.rows > ONLINE_FEATURES_MAX:
+            raise InvalidParameter(f"{snapshot.rows} rows, over {ONLINE_FEATURES_MAX}: use the data plane")
+        texts = [
+            json.dumps({spec.pk: row["pk"], spec.sk: row["sk"], spec.value: row["embedding"]})
+            for row in snapshot.table().to_pylist()
+        ]
+        return {"OnlineFeatures": texts}
+
+    return Reply(await call.commit(effect))
+
+
+async def write_table(call: Call) -> Reply:
+    """Offline tables feed batch views only: refused for dynamic embeddings, the only views there are."""
+
+    def effect() -> dict[str, Any]:
+        spec = call.state.view(call.path("view"))
+        raise InvalidParameter(f"view {spec.name} is a {VIEW_TYPE}: it is written through FeatureDB, not from a table")
 
     return Reply(await call.commit(effect))
 

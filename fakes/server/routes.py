@@ -59,6 +59,8 @@ CONTROL: Final = (
     ("GET", _I + "/{instance}/featureviews/{view}", "get_view", handlers.get_view),
     ("PUT", _I + "/{instance}/featureviews/{view}", "update_view", handlers.update_view),
     ("DELETE", _I + "/{instance}/featureviews/{view}", "delete_view", handlers.delete_view),
+    ("GET", _I + "/{instance}/featureviews/{view}/onlinefeatures", "online_features", handlers.online_features),
+    ("POST", _I + "/{instance}/featureviews/{view}/action/writetable", "write_table", handlers.write_table),
     ("GET", _I + "/{instance}/datasources", "list_datasources", handlers.list_datasources),
     ("GET", _I + "/{instance}/datasources/{datasource}", "get_datasource", handlers.get_datasource),
 )
@@ -103,8 +105,18 @@ def make_app(
     for group, routes in GROUPS.items():
         for method, path, name, handler in routes:
             bytes_max = CONTROL_BYTES_MAX if group == "control" else body_bytes_max
-            app.router.add_route(method, path, _endpoint(handler, name, group, bytes_max, body_timeout_s))
+            endpoint = _endpoint(handler, name, group, bytes_max, body_timeout_s)
+            app.router.add_route(method, path, endpoint, expect_handler=_expect)
     return app
+
+
+async def _expect(request: web.Request) -> None:
+    """Answer ``Expect: 100-continue``; other expectations get 417 in the service's error shape."""
+    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+        error = {"Code": "BadRequest", "Message": "unknown expectation", "RequestId": uuid.uuid4().hex}
+        raise web.HTTPExpectationFailed(text=wire.to_json(error).decode(), content_type="application/json")
+    if request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _identify(state: ServerState, request: web.Request, group: str) -> str:

@@ -67,6 +67,7 @@ def read_arrow(body: bytes) -> pa.RecordBatch:
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
             batches = list(reader)
             schema = reader.schema
+            _ = schema.names  # decoded here, so that one that is no UTF-8 (ValueError) is found here
         for batch in batches:
             batch.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, ValueError, struct.error, IndexError, TypeError) as error:

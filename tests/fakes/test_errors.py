@@ -6,8 +6,8 @@ from deltaproof.fakes import errors
 from deltaproof.fakes.errors import ERRORS, FakeError, Injected, Refused, code_for_status
 
 
-def _subclasses(base: type) -> set[type]:
-    return {base}.union(*(_subclasses(child) for child in base.__subclasses__()))
+def _subclasses(base: type[FakeError]) -> set[type[FakeError]]:
+    return {base}.union(*map(_subclasses, base.__subclasses__()))
 
 
 def test_every_refusal_has_a_row_that_says_nothing_was_applied() -> None:

@@ -14,7 +14,7 @@ from deltaproof.fakes import feature_store_py
 from deltaproof.fakes.errors import ERRORS
 from deltaproof.fakes.feature_store_py import FeatureStoreClient, TransportError, WriteError
 from deltaproof.fakes.server import FeatureStoreServer
-from deltaproof.fakes.server.faults import DelayFault, PartialFault, ResetFault, StatusFault
+from deltaproof.fakes.server.faults import DelayFault, PartialFault, ResetFault, StatusFault, When
 
 from .kit import PROJECT, VERSION, VIEW, Backend, make_view, sdk_rows
 
@@ -290,8 +290,8 @@ def test_status_faults_reach_the_summary_as_the_table_says(backend: Backend, sta
 
 @pytest.mark.parametrize("when", ["before-commit", "after-commit"])
 @pytest.mark.parametrize("kind", ["status", "reset"])
-def test_faults_around_the_commit(backend: Backend, kind: str, when: str) -> None:
-    backend.add_fault(StatusFault(id="f", when=when) if kind == "status" else ResetFault(id="f", when=when))  # type: ignore[arg-type]
+def test_faults_around_the_commit(backend: Backend, kind: str, when: When) -> None:
+    backend.add_fault(StatusFault(id="f", when=when) if kind == "status" else ResetFault(id="f", when=when))
     view = backend.view()
     view.write_features_arrow(many(3), VERSION, ts=5)
     summary = view.write_flush()
@@ -362,7 +362,7 @@ def test_install_registers_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "feature_store_py")
     feature_store_py.install()
     feature_store_py.install()
-    import feature_store_py as found  # type: ignore[import-not-found]
+    import feature_store_py as found
 
     assert found.FeatureStoreClient is FeatureStoreClient
     monkeypatch.setitem(sys.modules, "feature_store_py", sys)
