@@ -68,6 +68,8 @@ COLOURS = {
     Verdict.NOT_TESTED: "yellow",
     Verdict.KIT_ERROR: "bold magenta",
 }
+#: Violations of one property that are written out; --json has more.
+SHOWN = 1
 FAILURES = Path("deltaproof-failures")
 
 
@@ -413,17 +415,19 @@ def _print_failure(report: Report, path: Path) -> None:
         out.print(Text(f"  fault {index}: {fault.describe()}, fired {history.fired[index]} times"))
     for finding in report.findings:
         if finding.violations:
-            more = finding.total - len(finding.violations)
-            out.print(Text(f"{finding.property}: {finding.total} violations", "red"))
-            for violation in finding.violations[:2]:
-                for line in explain(violation, history):
-                    out.print(Text("  " + line), soft_wrap=True)
-            if more + len(finding.violations[2:]) > 0:
-                out.print(Text(f"  ... and {finding.total - min(2, len(finding.violations))} more"))
+            for violation in finding.violations[:SHOWN]:
+                head, *lines = explain(violation, history.start_ms)
+                out.print(Text(head, "red"), soft_wrap=True)
+                for line in lines:
+                    out.print(Text(line), soft_wrap=True)
+            if finding.total > SHOWN:
+                out.print(Text(f"  ... and {finding.total - SHOWN} more violations of {finding.property}"))
     out.print(Text(f"seed {scenario.seed}; repeat with:\n  deltaproof replay {path}"), soft_wrap=True)
 
 
 def _report_json(report: Report) -> dict[str, Any]:
+    from .conformance.explain import as_dict
+
     history = report.history
     return {
         "scenario": json.loads(history.scenario.to_json()),
@@ -448,18 +452,12 @@ def _report_json(report: Report) -> dict[str, Any]:
                 "unit": f.unit,
                 "reason": f.reason,
                 "violations_total": f.total,
-                "violations": [_violation_json(v) for v in f.violations],
+                "violations": [as_dict(v) for v in f.violations],
             }
             for f in report.findings
         ],
         "wall_s": round(history.wall_s, 3),
     }
-
-
-def _violation_json(violation: Any) -> dict[str, Any]:
-    plain = dict(vars(violation))
-    plain["events"] = [msgspec.to_builtins(e) for e in violation.events]
-    return plain
 
 
 def _print_json(value: Any) -> None:

@@ -43,10 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("project", "view", "entity"):
             if not getattr(self, name).strip():
                 raise ValueError(f"setting {name} is empty")
-        if not self.version.strip() or self.version.strip().lower() == "default":
-            raise ValueError(
-                f"setting version is {self.version!r}: name a version of your own, serving reads 'default'"
-            )
+        check_version(self.version)
         if (self.every_steps is None) == (self.every_minutes is None):
             raise ValueError("set exactly one of every_steps and every_minutes")
         floors = {
@@ -71,3 +68,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, most in (("shard_count", 20), ("replication_count", 3)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"setting {name} is {getattr(self, name)}, expected 1 to {most}")
+
+
+def check_version(version: str) -> None:
+    """Raise ValueError for a version that is empty, or that serving reads when it names none."""
+    if not version.strip() or version.strip().lower() == "default":
+        raise ValueError(f"setting version is {version!r}: name a version of your own, serving reads 'default'")

@@ -117,8 +117,7 @@ class TorchRecSource:
 
     def gather(self, fqn: str, keys: Keys) -> Rows:
         """Rows that the global `keys` hold now, float32 (n, dim), whatever storage the kernel uses by now."""
-        shard = self._shard(fqn)
-        local = torch.from_numpy(keys - shard.first_row)
+        local = torch.from_numpy(keys - self._first_row(fqn))
         with torch.no_grad():
             weights = self._weights(fqn)
             rows = weights.index_select(0, local.to(weights.device)).float().cpu()
@@ -218,6 +217,10 @@ class TorchRecSource:
             raise TrackerError(f"table {key!r} has no rows on this rank")
         return self._shards[key]
 
+    def _first_row(self, key: str) -> int:
+        """Where this rank's rows begin in the whole table: local ids are global keys less this."""
+        return self._shard(key).first_row
+
     def _weights(self, key: str) -> torch.Tensor:
         """This rank's rows of a table, through a handle made now: a restore or a growth may have replaced storage."""
         shard = self._shard(key)
@@ -227,16 +230,16 @@ class TorchRecSource:
 
     def _global_keys(self, key: str, local: Keys) -> Keys:
         """Local ids plus the shard's offset."""
-        shard, info = self._shard(key), self._tables[key]
+        shard, first_row = self._shard(key), self._first_row(key)
         outside = local[(local < 0) | (local >= shard.rows)]
         if len(outside):
             raise DeltaError(
-                f"id outside this rank's {shard.rows} rows from row {shard.first_row}",
-                table=info.fqn,
-                key=int(outside[0]) + shard.first_row,
+                f"id outside this rank's {shard.rows} rows from row {first_row}",
+                table=key,
+                key=int(outside[0]) + first_row,
                 step=None,
             )
-        return local.astype(np.int64, copy=False) + shard.first_row
+        return local.astype(np.int64, copy=False) + first_row
 
 
 def _unwrap(lookup: Any) -> Any:

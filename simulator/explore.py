@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as hypothesis_seed
-from hypothesis.errors import HypothesisException
+from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from .scenario import Scenario
@@ -112,8 +112,8 @@ def _one_round(
         failing.append(scenario)
         raise _Failed
 
-    # HypothesisException: a failure that did not repeat; the scenario is kept all the same, as found.
-    with contextlib.suppress(_Failed, _Enough, HypothesisException):
+    # Flaky: a failure that did not repeat; the scenario is kept all the same, as found.
+    with contextlib.suppress(_Failed, _Enough, Flaky):
         body()
     if failing:
         smallest = min(failing, key=_size)

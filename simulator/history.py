@@ -77,12 +77,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def line(self, start_ms: float = 0.0) -> str:
         """One line for a timeline: milliseconds since ``start_ms``, who, what."""
         where = "" if self.step is None else f" step {self.step}"
-        details = " ".join(f"{k}={_short(v)}" for k, v in self.data.items())
+        details = " ".join(
+            f"{k}={_short(v)}" for k, v in self.data.items() if k != "traceback" and v not in ("", [], {})
+        )
         return f"{self.t_ms - start_ms:10.1f} ms  {self.who:<10} {self.kind}{where}  {details}".rstrip()
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = " ".join(str(value).split())
     return text if len(text) <= 160 else text[:157] + "..."
 
 

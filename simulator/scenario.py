@@ -234,6 +234,12 @@ class Scenario(_Data, frozen=True, kw_only=True):
                 found.append(f"{where}: unknown sharding {table.sharding!r}; use one of {', '.join(SHARDINGS)}")
             if not 1 <= table.rows <= 2**31 - 1:
                 found.append(f"{where}: rows is {table.rows}; it must be 1 to 2147483647")
+            share = -(-table.rows // max(1, self.world_size))
+            if table.sharding == "row_wise" and share * (self.world_size - 1) >= table.rows:
+                found.append(
+                    f"{where}: TorchRec gives each rank {share} of the {table.rows} rows, which leaves the last of "
+                    f"{self.world_size} ranks with none, and its CPU kernel refuses an empty shard; use more rows"
+                )
             if table.dim < 4 or table.dim % 4 or table.dim > 2048:
                 found.append(f"{where}: dim is {table.dim}; TorchRec's kernels take multiples of 4 up to 2048")
             if table.sharding == "table_wise" and not 0 <= table.rank < self.world_size:

@@ -56,7 +56,8 @@ def tables(draw: st.DrawFn, world_size: int) -> tuple[Table, ...]:
                 name=name,
                 owner=owner,
                 collection=collection,
-                rows=draw(st.integers(world_size, 40)),
+                # Every rank gets a row of a row-wise table: TorchRec deals out ceil(rows / world_size) each.
+                rows=draw(st.integers((world_size - 1) ** 2 + 1, 40)),
                 dim=4 if collection == "ec" else draw(st.sampled_from([4, 8])),
                 sharding=sharding,
                 rank=draw(st.integers(0, world_size - 1)) if sharding == "table_wise" else 0,
@@ -124,7 +125,8 @@ def scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12, 
     # Two faults that spend one retry budget could exceed it together: each gets an equal part of it.
     attempts = publisher.retry_attempts_max // max(1, faults_max)
     planned: list[AnyFault] = []
-    for _ in range(draw(st.integers(0, faults_max))):
+    # Uniform, where integers() would lean towards runs without any fault.
+    for _ in range(draw(st.sampled_from([0, *range(1, faults_max + 1), *range(1, faults_max + 1)]))):
         fault = draw(faults(world_size, steps, found, attempts))
         if not (fault.kind == "exhaustion" and any(f.kind == "exhaustion" for f in planned)):
             planned.append(fault)

@@ -34,9 +34,14 @@ def no_lost_rows(history: History) -> Finding:
         equal = at[keys] >= 0
         equal[equal] = evidence.same_bits(rows.values[at[keys[equal]]], ledger.final[keys[equal]])
 
-        def violation(key: int, fqn: str = fqn, rows: evidence.Rows = rows, at: np.ndarray = at) -> Violation:
-            ledger, found = rows.ledger, int(at[key])
-            step = int(evidence.touched(ledger)[1][key])
+        def violation(
+            key: int,
+            fqn: str = fqn,
+            rows: evidence.Rows = rows,
+            at: np.ndarray = at,
+            last_touch: np.ndarray = last_touch,
+        ) -> Violation:
+            ledger, found, step = rows.ledger, int(at[key]), int(last_touch[key])
             rank = _publisher_of(rows, key)
             return Violation(
                 property=finding.property,

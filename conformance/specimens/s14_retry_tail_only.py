@@ -11,18 +11,16 @@ from .specimen import Patch, Specimen
 
 
 def apply(patch: Patch) -> None:
-    """Remember how many batches of a step were handed over, and begin the next attempt behind them."""
-    handed_over: dict[tuple[int, int], int] = {}
+    """Remember how many windows of a step were handed over, and begin the next attempt behind them."""
 
     def send(uploader: Any, job: Any) -> None:
-        batches, width = uploader._batches(job.table), uploader._settings.max_workers
-        stamps = uploader._stamps(job, len(batches))
-        begin = handed_over.get((id(uploader), job.step), 0)
-        for start in range(begin, len(batches), width):
-            # Counted before the window is known to have succeeded.
-            handed_over[id(uploader), job.step] = start + width
+        if getattr(uploader, "_handed_over_of", None) is not job:
+            uploader._handed_over_of, uploader._handed_over = job, 0
+        batches, stamps = list(uploader._batches(job.table)), list(uploader._stamps(job))
+        width = uploader._settings.max_workers
+        for start in range(uploader._handed_over * width, len(batches), width):
+            uploader._handed_over += 1  # before the window is known to have succeeded
             uploader._window(batches[start : start + width], stamps[start : start + width])
-        handed_over.pop((id(uploader), job.step), None)
 
     patch.replace(Uploader, "_send", send)
 

