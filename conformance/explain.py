@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..simulator.history import Event
 from .verdict import Violation
 
 #: Elements of a row that are written out; of longer rows, the first ones and those that differ.
@@ -33,13 +32,8 @@ def explain(violation: Violation, start_ms: float = 0.0) -> list[str]:
         lines += [f"  {'seen':<16}{first}", *(f"  {'':<16}{line}" for line in rest)]
     if v.events:
         lines.append("  events:")
-        lines += [f"  {_brief(event).line(start_ms)}" for event in v.events]
+        lines += [f"  {event.line(start_ms)}" for event in v.events]
     return lines
-
-
-def _brief(event: Event) -> Event:
-    """The event without its traceback, which has many lines and says less than the message beside it."""
-    return msgspec.structs.replace(event, data={k: v for k, v in event.data.items() if k != "traceback"})
 
 
 def show(value: Any, other: Any = None) -> str:

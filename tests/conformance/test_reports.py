@@ -103,6 +103,7 @@ def test_the_worst_verdict_of_several_runs() -> None:
     assert worst([Verdict.HELD, Verdict.BROKEN, Verdict.NOT_EXERCISED]) is Verdict.BROKEN
     assert worst([Verdict.HELD, Verdict.NOT_EXERCISED]) is Verdict.NOT_EXERCISED
     assert worst([Verdict.BROKEN, Verdict.KIT_ERROR]) is Verdict.KIT_ERROR
+    assert worst([Verdict.HELD, Verdict.NOT_TESTED]) is Verdict.NOT_TESTED
     assert worst([Verdict.HELD]) is Verdict.HELD
     assert worst([]) is Verdict.NOT_EXERCISED
     assert [v.exit_code for v in Verdict] == [0, 1, 3, 3, 4]
