@@ -56,8 +56,8 @@ def explore(
 ) -> Campaign:
     """Run ``check(scenario, shrinking)`` on ``count`` drawn scenarios; it returns False when the scenario fails.
 
-    At most ``shrink_s`` seconds are spent on making one failing scenario smaller. Stops after ``failures_max``
-    failures. The same seed, strategy and verdicts give the same scenarios.
+    Whatever ``check`` raises ends the campaign. At most ``shrink_s`` seconds are spent on making one failing scenario
+    smaller. Stops after ``failures_max`` failures. The same seed, strategy and verdicts give the same scenarios.
     """
     campaign = Campaign(seed=seed)
     round_ = 0
@@ -79,8 +79,17 @@ def _one_round(
     shrink_s: float,
 ) -> None:
     failing: list[Scenario] = []
+    broke_down: list[Exception] = []
     shrink_runs = 0
     limit = float("inf")
+
+    def held(scenario: Scenario, shrinking: bool) -> bool:
+        try:
+            return check(scenario, shrinking)
+        except Exception as error:
+            # Not a finding about the target: Hypothesis would take it for one and shrink it.
+            broke_down.append(error)
+            raise _Enough from error
 
     @hypothesis_seed(seed)
     @settings(
@@ -100,14 +109,14 @@ def _one_round(
             if campaign.runs >= count:
                 raise _Enough
             campaign.runs += 1
-            if check(scenario, False):
+            if held(scenario, False):
                 return
             limit = time.monotonic() + shrink_s
         elif time.monotonic() > limit:
             raise _Enough
         else:
             shrink_runs += 1
-            if check(scenario, True):
+            if held(scenario, True):
                 return
         failing.append(scenario)
         raise _Failed
@@ -115,6 +124,8 @@ def _one_round(
     # Flaky: a failure that did not repeat; the scenario is kept all the same, as found.
     with contextlib.suppress(_Failed, _Enough, Flaky):
         body()
+    if broke_down:
+        raise broke_down[0]
     if failing:
         smallest = min(failing, key=_size)
         campaign.failures.append(Failure(failing[0], smallest, shrink_runs))

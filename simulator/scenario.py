@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from ..reference.contract import ContractError, TableRef, embedding_names
 from .errors import ScenarioError
 from .faults import REGISTRY, AnyFault, Expect
 
@@ -166,6 +168,15 @@ class Scenario(_Data, frozen=True, kw_only=True):
         """``fail-loudly`` as soon as one fault allows the job to fail."""
         return "fail-loudly" if any(f.expect(self) == "fail-loudly" for f in self.faults) else "tolerate"
 
+    def manifest(self) -> dict[str, str]:
+        """table FQN -> embedding_name, as an exporter of this model derives it. Raises ContractError on a collision."""
+        tables = [TableRef(owner=t.owner, collection=t.collection, table=t.name) for t in self.tables]
+        names = embedding_names(tables, naming=self.publisher.naming)
+        shared = sorted(name for name, count in Counter(names.values()).items() if count > 1)
+        if shared:
+            raise ContractError(f"two trained tables would both be published as {shared[0]!r}")
+        return names
+
     def checked(self, *, where: str = "scenario") -> Scenario:
         """Return self. Raises ScenarioError naming the first thing that makes this scenario impossible."""
         for problem in self._problems():
@@ -203,6 +214,11 @@ class Scenario(_Data, frozen=True, kw_only=True):
         if not self.tables:
             found.append("tables is empty; a model needs at least one table")
         found += self._table_problems()
+        if not found:
+            try:
+                self.manifest()
+            except ContractError as error:
+                found.append(f"publisher.naming {self.publisher.naming!r}: {error}")
         if (
             sum(f.kind == "exhaustion" for f in self.faults)
             and len({getattr(f, "policy", None) for f in self.faults if f.kind == "exhaustion"}) != 1

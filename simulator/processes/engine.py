@@ -28,7 +28,6 @@ import pyarrow as pa
 import urllib3
 
 from ...fakes.feature_store_py import FeatureStoreClient
-from ...reference.contract import TableRef, embedding_names
 from ..errors import KitError, ScenarioError
 from ..faults import Fault, StoreError, StorePartial, StoreReset, StoreSlow
 from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event, History, RankOutcome, build_tables, read_events, read_ledger
@@ -113,10 +112,7 @@ class ProcessEngine:
         fails."""
         scenario.checked()
         Workload(scenario)  # reads the Parquet file, so that a bad one is refused before any process starts
-        manifest = embedding_names(
-            [TableRef(owner=t.owner, collection=t.collection, table=t.name) for t in scenario.tables],
-            naming=scenario.publisher.naming,
-        )
+        manifest = scenario.manifest()
         store = self._ready_store()
         store.reset(scenario)
         self._runs += 1

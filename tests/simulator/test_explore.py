@@ -1,5 +1,8 @@
 """A campaign draws what its seed says, runs its count, and makes a failing scenario smaller."""
 
+import pytest
+
+from deltaproof.simulator.errors import KitError
 from deltaproof.simulator.explore import explore
 from deltaproof.simulator.scenario import Scenario
 from deltaproof.simulator.strategies import scenarios
@@ -52,3 +55,18 @@ def test_no_time_for_shrinking_keeps_what_was_found() -> None:
     campaign = explore(lambda s, shrinking: False, scenarios(), count=5, seed=1, shrink_s=0, failures_max=1)
     assert campaign.runs == 1
     assert campaign.failures[0].found == campaign.failures[0].smallest
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_a_check_that_breaks_down_ends_the_campaign_with_its_error(at: int) -> None:
+    calls = []
+
+    def breaks_down(scenario: Scenario, shrinking: bool) -> bool:
+        calls.append(scenario)
+        if len(calls) == at:
+            raise KitError("the store is gone")
+        return len(calls) != 3
+
+    with pytest.raises(KitError, match="the store is gone"):
+        explore(breaks_down, scenarios(), count=20, seed=1)
+    assert len(calls) == at

@@ -34,6 +34,14 @@ BAD = {
     "column-wise": ({"tables": [{"name": "item", "sharding": "column_wise"}]}, "column_wise sharding is refused"),
     "unknown sharding": ({"tables": [{"name": "item", "sharding": "diagonal"}]}, "unknown sharding 'diagonal'"),
     "rank without rows": ({"world_size": 4, "tables": [{"name": "a", "rows": 5}]}, "the last of 4 ranks with none"),
+    "role names that collide": (
+        {"tables": [{"name": "a"}, {"name": "a", "owner": "t.ebc"}], "publisher": {"naming": "role"}},
+        "publisher.naming 'role': table 'a' is used by",
+    ),
+    "twins": (
+        {"tables": [{"name": "a"}, {"name": "a", "owner": "ebc_user"}]},
+        "would both be published as",
+    ),
     "no tables": ({"tables": []}, "tables is empty"),
     "same table twice": ({"tables": [{"name": "a"}, {"name": "a"}]}, "already has a table 'a'"),
     "odd dim": ({"tables": [{"name": "a", "dim": 3}]}, "dim is 3"),
