@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import signal
 import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +19,7 @@ from rich.text import Text
 
 from ..simulator.errors import KitError
 from ..simulator.explore import explore
+from ..simulator.processes.rank import die_with_parent
 from ..simulator.scenario import Scenario
 from ..simulator.strategies import scenarios
 from .check import check, save_failure
@@ -129,16 +132,16 @@ def campaign(
 ) -> Result:
     """Run ``count`` generated scenarios on ``jobs`` process engines. Raises KitError when an engine cannot go on."""
     shares = [count // jobs + (i < count % jobs) for i in range(jobs)]
-    work = [(target, n, seed + i * SEED_STRIDE, ranks_max, shrink_s, failures) for i, n in enumerate(shares) if n]
+    work = [_Share(target, n, seed + i * SEED_STRIDE, ranks_max, shrink_s, failures) for i, n in enumerate(shares) if n]
     if len(work) == 1:
-        return _job(*work[0], tell)
+        return _job(work[0], tell)
     total = Result()
     context = multiprocessing.get_context("spawn")
     pipes: dict[Any, Any] = {}
     done: Counter[Any] = Counter()
     for share in work:
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_job_process, args=(*share, theirs), name="deltaproof-explore")
+        process = context.Process(target=_job_process, args=(share, theirs), name="deltaproof-explore")
         process.start()
         theirs.close()
         pipes[mine] = process
@@ -147,7 +150,7 @@ def campaign(
         while waiting:
             for pipe in multiprocessing.connection.wait(list(waiting)):
                 try:
-                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                    kind, value = cast(Connection, pipe).recv()
                 except EOFError:
                     process = waiting.pop(pipe)
                     process.join(10)
@@ -171,23 +174,34 @@ def campaign(
             process.kill()
 
 
-def _job_process(*args: Any) -> None:
-    import signal
+@dataclass(frozen=True)
+class _Share:
+    """What one job of a campaign runs."""
 
-    from ..simulator.processes.rank import die_with_parent
+    target: str
+    count: int
+    seed: int
+    ranks_max: int
+    shrink_s: float
+    failures: Path
 
-    *share, pipe = args
+
+def _job_process(share: _Share, pipe: Connection) -> None:
     die_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        pipe.send(("result", _job(*share, lambda done, text: pipe.send(("tell", (done, text))))))
+        pipe.send(("result", _job(share, lambda done, text: pipe.send(("tell", (done, text))))))
     except KeyboardInterrupt:
         pass
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def _job(target: str, count: int, seed: int, ranks_max: int, shrink_s: float, failures: Path, tell: Tell) -> Result:
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _job(share: _Share, tell: Tell) -> Result:
     from ..simulator.processes.engine import ProcessEngine
 
     result = Result()
@@ -195,7 +209,7 @@ def _job(target: str, count: int, seed: int, ranks_max: int, shrink_s: float, fa
     with ProcessEngine() as engine:
 
         def judged(scenario: Scenario, shrinking: bool) -> bool:
-            report = check(engine, scenario, target)
+            report = check(engine, scenario, share.target)
             if not shrinking:
                 result.add(report)
             if report.verdict is Verdict.BROKEN:
@@ -204,12 +218,18 @@ def _job(target: str, count: int, seed: int, ranks_max: int, shrink_s: float, fa
             tell(result.runs, doing)
             return report.verdict is not Verdict.BROKEN
 
-        found = explore(judged, scenarios(world_size_max=ranks_max), count=count, seed=seed, shrink_s=shrink_s)
+        found = explore(
+            judged,
+            scenarios(world_size_max=share.ranks_max),
+            count=share.count,
+            seed=share.seed,
+            shrink_s=share.shrink_s,
+        )
         for failure in found.failures:
             report = broken[failure.smallest.to_json()]
             result.failures.append(
                 {
-                    "path": str(save_failure(report, failures)),
+                    "path": str(save_failure(report, share.failures)),
                     "broken": [f.property for f in report.findings if f.violations],
                     "message": report.violations[0].message,
                     "shrink_runs": failure.shrink_runs,

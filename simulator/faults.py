@@ -62,6 +62,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return []
 
     @property
+    def failures(self) -> int:
+        """How many attempts to send a step this fault can spoil."""
+        return 0
+
+    @property
     def kind(self) -> str:
         """The name by which scenario files and reports call this fault."""
         return str(self.__struct_config__.tag)
@@ -191,9 +196,13 @@ class _AtStore(Fault, frozen=True, kw_only=True):
     count: int = 1
 
     def expect(self, scenario: Scenario) -> Expect:
+        return "tolerate"
+
+    @property
+    def failures(self) -> int:
         # In the worst case each attempt of one step meets one failure, so only fewer failures than attempts are sure to
         # be survived; more may be, and then nothing may be lost either.
-        return "tolerate" if self.count < scenario.publisher.retry_attempts_max else "fail-loudly"
+        return self.count
 
     def problems(self, scenario: Scenario) -> list[str]:
         found = super().problems(scenario)
@@ -240,8 +249,9 @@ class StoreSlow(_AtStore, frozen=True, kw_only=True, tag="store-slow"):
 
     delay_ms: int = 50
 
-    def expect(self, scenario: Scenario) -> Expect:
-        return "tolerate"
+    @property
+    def failures(self) -> int:
+        return 0
 
 
 class StorePartial(_AtStore, frozen=True, kw_only=True, tag="store-partial"):

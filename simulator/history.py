@@ -62,7 +62,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host.
 
     ``who`` is ``rank3``, ``store`` or ``supervisor``. Kinds written by a rank: ``rank-start``, ``model-ready``,
-    ``publisher-started``, ``step``, ``published``, ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``fault``,
+    ``publisher-started``, ``step``, ``after-step``, ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``fault``,
     ``error``, ``rank-end``. By the supervisor: ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store:
     ``request``, ``fault``.
     """

@@ -74,8 +74,8 @@ class ObservedView(_Observed):
     def write_flush(self) -> Any:
         self._points.passing("sdk.flush")
         summary = self._inner.write_flush()
-        plain = {k: [str(e) for e in v] if k == "errors" else v for k, v in summary.items()}
-        self._events.write("sdk-flush", **plain)
+        plain: dict[str, Any] = {k: [str(e) for e in v] if k == "errors" else v for k, v in summary.items()}
+        self._events.write("sdk-flush", step=None, **plain)
         return summary
 
     def _record(self, how: str, rows: int | None, kwargs: dict[str, Any]) -> None:

@@ -165,8 +165,11 @@ class Scenario(_Data, frozen=True, kw_only=True):
     # ------------------------------------------------------------------------------------------------ meaning
     @property
     def expect(self) -> Expect:
-        """``fail-loudly`` as soon as one fault allows the job to fail."""
-        return "fail-loudly" if any(f.expect(self) == "fail-loudly" for f in self.faults) else "tolerate"
+        """``fail-loudly`` when one fault allows the job to fail, or the store's together may exhaust the retries."""
+        if any(f.expect(self) == "fail-loudly" for f in self.faults):
+            return "fail-loudly"
+        failures = sum(f.failures for f in self.faults)
+        return "fail-loudly" if failures >= self.publisher.retry_attempts_max else "tolerate"
 
     def manifest(self) -> dict[str, str]:
         """table FQN -> embedding_name, as an exporter of this model derives it. Raises ContractError on a collision."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from .faults import (
 from .scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
 
 #: Owners that a generated model may have, with their kind. Bare table names repeat across owners on purpose.
-OWNERS = (("ebc", "ebc"), ("tower.ebc", "ebc"), ("ec", "ec"))
+OWNERS: tuple[tuple[str, Literal["ebc", "ec"]], ...] = (("ebc", "ebc"), ("tower.ebc", "ebc"), ("ec", "ec"))
 NAMES = ("item", "user", "item__ec")
 
 #: Points at which a generated rank fault may strike, with the greatest useful passage there (None: the steps of the
@@ -91,8 +92,8 @@ def faults(draw: st.DrawFn, world_size: int, steps: int, found: tuple[Table, ...
         return ClockJump(rank=draw(rank), step=draw(st.integers(1, steps)), seconds=seconds)
     if kind == "rank":
         point, most = draw(st.sampled_from(_RANK_POINTS))
-        cls = draw(st.sampled_from([RankRaise, RankKill]))
-        return cls(rank=draw(rank), point=point, nth=draw(st.integers(1, most or steps)))
+        where: dict[str, Any] = {"rank": draw(rank), "point": point, "nth": draw(st.integers(1, most or steps))}
+        return RankKill(**where) if draw(st.booleans()) else RankRaise(**where)
     skip = draw(st.integers(0, 2))
     count = draw(st.integers(1, max(1, attempts - 1)))
     if kind == "partial":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...simulator.faults import RankKill, StoreError, StorePartial, StoreReset
+from ...simulator.faults import RankKill
 from ...simulator.history import History, RankOutcome
 from .. import evidence
 from ..verdict import Finding, Violation
@@ -67,7 +67,7 @@ def _may_fail(history: History) -> bool:
     scenario = history.scenario
     struck = [(f, n) for f, n in zip(scenario.faults, history.fired, strict=False) if n]
     # Each refused request can cost one attempt of the same step, so the store's faults add up.
-    refused = sum(n for f, n in struck if isinstance(f, StoreError | StoreReset | StorePartial))
+    refused = sum(n for f, n in struck if f.failures)
     return refused >= scenario.publisher.retry_attempts_max or any(
         f.expect(scenario) == "fail-loudly" for f, _ in struck
     )

@@ -21,7 +21,7 @@ import types
 from collections.abc import Iterator, Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import msgspec
 import pyarrow as pa
@@ -250,7 +250,7 @@ class Supervisor:
             left_s = limit - time.monotonic()
             ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), POLL_S))
             for sentinel in ready:
-                rank = waiting.pop(sentinel)  # type: ignore[index]
+                rank = waiting.pop(cast(int, sentinel))
                 process = self.ranks[rank]
                 process.join()
                 self._note("rank-exit", rank, exitcode=process.exitcode)

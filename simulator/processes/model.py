@@ -153,9 +153,13 @@ class Trainer:
         if self._dense is not None:
             self._dense.step()
 
-    def record(self, step: int, bags: dict[str, Bags]) -> int:
-        """Write the rows that changed since the last call and the keys of ``bags``; returns the number of changed
-        rows."""
+    def announce(self, step: int, bags: dict[str, Bags]) -> None:
+        """Write the keys that this rank is about to look up: should it die in the step, they may have been touched."""
+        tables = enumerate(self.scenario.tables)
+        self.ledger.write(step, ((LOOKED_UP, index, looked_up(table, bags), None) for index, table in tables))
+
+    def record(self, step: int) -> int:
+        """Write the rows that changed since the last call; returns how many there were."""
         entries: list[tuple[int, int, np.ndarray, np.ndarray | None]] = []
         changed = 0
         for position, (index, offset, weight) in enumerate(self._shards):
@@ -166,8 +170,6 @@ class Trainer:
             if len(rows):
                 self._before[position] = now.copy()
                 changed += len(rows)
-        for index, table in enumerate(self.scenario.tables):
-            entries.append((LOOKED_UP, index, looked_up(table, bags), None))
         self.ledger.write(step, entries)
         return changed
 

@@ -183,10 +183,11 @@ class Run:
                 break
             bags = trainer.workload.batch(rank, self.step) if mine else trainer.workload.empty_batch()
             self.points.passing("train.before-forward")
+            trainer.announce(self.step, bags)
             loss = trainer.forward(bags, (rank, self.step))
             self.points.passing("train.before-backward")
             trainer.backward(loss)
-            changed = trainer.record(self.step, bags)
+            changed = trainer.record(self.step)
             self.events.write("step", step=self.step, own_step=self.own_step + bool(mine), changed=changed)
             self.points.passing("train.after-step")
             if mine:
@@ -194,7 +195,7 @@ class Run:
                 self.points.passing("publish.before")
                 with self._in_target("after_step"):
                     publisher.after_step(self.own_step)
-                self.events.write("published", step=self.own_step)
+                self.events.write("after-step", step=self.own_step)
                 self.points.passing("publish.after")
             every = self.scenario.workload.eval_every_steps
             if every and self.step % every == 0:

@@ -224,5 +224,5 @@ def test_a_closed_pipe_is_no_crash(cli) -> None:
 def test_help_names_every_command() -> None:
     from deltaproof.cli import app
 
-    names = {c.name or c.callback.__name__ for c in app.registered_commands}
+    names = {c.name or getattr(c.callback, "__name__", None) for c in app.registered_commands}
     assert names == {"demo", "run", "replay", "explore", "serve", "list"}

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from deltaproof.simulator.clocks import SkewedClock
 from deltaproof.simulator.faults import InjectedFault, RankRaise
-from deltaproof.simulator.history import EventWriter, read_events
+from deltaproof.simulator.history import Event, EventWriter, read_events
 from deltaproof.simulator.instrument import ObservedClient, Points
 from deltaproof.simulator.scenario import Scenario
 
@@ -16,10 +17,19 @@ from deltaproof.simulator.scenario import Scenario
 def points(tmp_path):
     events = EventWriter(tmp_path / "events", "rank1", 1)
     scenario = Scenario(faults=(RankRaise(rank=0, point="sdk.write"), RankRaise(rank=1, point="sdk.write", nth=3)))
-    made = Points(scenario, 1, events)
-    made.recorded = lambda: read_events(tmp_path / "events")
-    yield made
+    yield Recorded(scenario, events, tmp_path / "events")
     events.close()
+
+
+class Recorded(Points):
+    """Points that can tell what they recorded."""
+
+    def __init__(self, scenario: Scenario, events: EventWriter, path: Path) -> None:
+        super().__init__(scenario, 1, events)
+        self.path = path
+
+    def recorded(self) -> list[Event]:
+        return read_events(self.path)
 
 
 def test_a_fault_strikes_at_its_passage_only_and_is_recorded(points) -> None:

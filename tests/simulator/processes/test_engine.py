@@ -11,7 +11,7 @@ from deltaproof.conformance.check import check
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.catalogue import MIXED, demo_scenarios
 from deltaproof.simulator.errors import ScenarioError
-from deltaproof.simulator.faults import Exhaustion, RankKill, RankRaise
+from deltaproof.simulator.faults import Exhaustion, Policy, RankKill, RankRaise
 from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -110,7 +110,7 @@ def test_a_target_that_is_none_is_bad_input(engine, target: str, message: str) -
 
 
 @pytest.mark.parametrize("policy", ["stop-together", "empty-batches"])
-def test_a_rank_without_a_single_batch(engine, policy: str) -> None:
+def test_a_rank_without_a_single_batch(engine, policy: Policy) -> None:
     scenario = msgspec.structs.replace(SHORT, faults=(Exhaustion(rank=1, batches=0, policy=policy),))
     report = check(engine, scenario)
     # Stopping together before the first step leaves nothing to publish, and that is not called a success.
