@@ -319,8 +319,6 @@ def run(task: str, rank: int, world_size: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
     out = Path(folder) / f"rank{rank}"
-    if os.environ.get("SPECIMEN"):
-        runpy.run_path(".notes/specimens_draft.py")["MUTATIONS"][os.environ["SPECIMEN"]]()
     tasks: dict[str, Callable[[int, int, Path], Any]] = {
         "follow": follow,
         "live": live,
