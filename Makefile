@@ -29,7 +29,7 @@ demo: $(READY)  ## train a sharded model, inject faults, name every lost row
 	@$(BIN)/deltaproof demo $(ARGS)
 
 test: $(READY)  ## the test suite (JOBS=0: one process; ARGS: passed to pytest)
-	@$(RUN) -m pytest -n $(JOBS) $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: $(READY)  ## ruff format, ruff check, mypy
 	@$(RUN) -m ruff format --check --quiet . || { echo "lint: not formatted as ruff does it: make format" >&2; exit 1; }

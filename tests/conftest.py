@@ -4,10 +4,14 @@ import ipaddress
 import os
 import socket
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from deltaproof.simulator.processes.engine import ProcessEngine
 
 # At import, not in a fixture: alibabacloud_credentials reads some of these when it is imported. A developer's real
 # credentials must never reach a test, and the lookup of the machine's own role would leave the machine.
@@ -61,3 +65,16 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator["ProcessEngine"]:
+    """One process engine for all tests of a worker: its forkserver takes seconds to start, a scenario under one.
+
+    Tests that use it are marked xdist_group("processes"), so that one worker runs them all.
+    """
+    from deltaproof.simulator.processes.engine import ProcessEngine
+
+    with ProcessEngine() as running:
+        running.warm_up()
+        yield running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -16,11 +15,7 @@ from deltaproof.conformance.verdict import Verdict
 from deltaproof.reference.publisher import Publisher
 from deltaproof.simulator.processes.engine import ProcessEngine
 
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ProcessEngine]:
-    with ProcessEngine() as engine:
-        yield engine
+pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.mark.parametrize("specimen_id", SPECIMENS)

@@ -29,7 +29,7 @@ from deltaproof.reference.settings import Settings
 DEADLINE_S = 20
 PROGRAM = Path(__file__).with_name("torch_rank.py")
 RANKS_DEADLINE_S = 90
-PRELOAD = ["torch", "torchrec", "torchrec.distributed.model_parallel", "deltaproof.reference.tracker"]
+PRELOAD = ["deltaproof.simulator.processes.preload"]  # one forkserver per process: the list of the engine's
 
 
 class SdkError(str):

@@ -124,6 +124,7 @@ def check_the_examples_rows(server: FeatureStoreServer) -> None:
     assert log.num_rows > 500
 
 
+@pytest.mark.xdist_group("processes")
 def test_the_example_publishes_from_two_ranks(
     server: FeatureStoreServer, ranks: Any, tmp_path: Path, free_port: int
 ) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+# With the engine's tests: a process has one forkserver, and it takes seconds to start.
+pytestmark = pytest.mark.xdist_group("processes")
+
 EBC, DEEP, EC = "ebc.embedding_bags.", "deep.ebc.embedding_bags.", "ec.embeddings."
 #: table FQN -> (features, row ranges per rank; None: not there)
 LAYOUT: dict[str, tuple[list[str], list[range | None]]] = {
