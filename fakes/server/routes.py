@@ -8,7 +8,7 @@ import socket
 import struct
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import hdrs, web
 
@@ -119,7 +119,7 @@ async def _expect(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def _identify(state: ServerState, request: web.Request, group: str) -> str:
+def identify(state: ServerState, request: web.Request, group: str) -> str:
     """Who asks: the FeatureDB user of the data plane, the access key of the control plane. Raises Refused errors."""
     if group in ("health", "admin"):
         if group == "admin":
@@ -156,19 +156,17 @@ def _endpoint(
         entry = state.open_entry(name)
         call = Call(state, request, entry, group)
         try:
-            entry.client = _identify(state, request, group)
+            entry.client = identify(state, request, group)
             if group == "control" and "instance" in request.match_info:
                 state.check_instance(request.match_info["instance"])
             call.body = await _read_body(request, bytes_max, body_timeout_s)
             reply = await handler(call)
             entry.status = reply.status
             return await _send(request, entry, reply)
-        except Broken:
+        except (Broken, ConnectionError):  # planned, or the client left while its body was read or its reply sent
+            entry.status = None
             _break(request)
             return web.Response()  # never sent: the transport is gone
-        except ConnectionError:
-            entry.status = None  # the client left while its body was read or its reply sent
-            raise
         except FakeError as error:
             return _refuse(entry, error)
         except web.HTTPException:
@@ -247,6 +245,11 @@ class HttpConnection(web.RequestHandler):
     """A connection whose protocol errors (bad request line, oversized headers) have the service's error shape too."""
 
     __slots__ = ()
+
+    def log_exception(self, *args: Any, exc_info: Any = None, **keywords: Any) -> None:
+        """A client that leaves while the rest of its refused body is awaited is no news."""
+        if not isinstance(exc_info, ConnectionError):
+            super().log_exception(*args, exc_info=exc_info, **keywords)
 
     def handle_error(
         self,

@@ -8,18 +8,22 @@ import logging
 import random
 import socket
 import struct
+import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deltaproof.fakes.errors import ERRORS
+from deltaproof.fakes.errors import ERRORS, AccessDenied
 from deltaproof.fakes.server import FeatureStoreServer
-from deltaproof.fakes.server.routes import CONTROL_BYTES_MAX, GROUPS
+from deltaproof.fakes.server.routes import CONTROL_BYTES_MAX, GROUPS, identify
+from deltaproof.fakes.server.state import check_loopback
 
 from .kit import PROJECT, VERSION, VIEW, Raw, ipc, make_view, rows
 
@@ -341,6 +345,10 @@ def test_a_client_that_leaves_early_harms_nobody(server: FeatureStoreServer, raw
     for rest in ("", "\r\n", "\r\nsome bytes"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
             sock.sendall((head + rest).encode())
+    deadline = time.monotonic() + 10
+    while len(server.requests()) < 2:  # the first never became a request
+        assert time.monotonic() < deadline
+    assert [(entry.status, entry.fate) for entry in server.requests()] == [(None, None)] * 2
     assert raw.data("POST", WRITE, GOOD).status == 200
 
 
@@ -375,6 +383,20 @@ def test_what_is_no_http_gets_400_and_the_line_is_closed(server: FeatureStoreSer
         assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), received
         assert set(json.loads(body)) == {"Code", "Message", "RequestId"}
     assert raw("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize("query", [b"Order=\xff\xfe", b"SortBy=\xed\xa0\x80", b"PageSize=\xff", b"\xff=1"])
+def test_raw_bytes_in_the_target(server: FeatureStoreServer, raw: Raw, query: bytes) -> None:
+    head = b"GET /api/v1/instances?" + query + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head += b"Authorization: " + raw.signed["Authorization"].encode() + b"\r\n\r\n"
+    received = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(head)
+        while chunk := sock.recv(65536):
+            received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) in (200, 400)
+    assert json.loads(body)["RequestId"]
 
 
 # Who may ask
@@ -490,15 +512,14 @@ def test_snapshots_belong_to_their_table_and_are_bounded(server: FeatureStoreSer
 
 
 def test_admin_answers_on_loopback_only(server: FeatureStoreServer, raw: Raw) -> None:
-    from deltaproof.fakes.errors import AccessDenied
-    from deltaproof.fakes.server.state import check_loopback
-
     for remote in ("127.0.0.1", "::1", "127.3.2.1"):
         check_loopback(remote)
     elsewhere: list[str | None] = ["10.0.0.1", "8.8.8.8", "::ffff:8.8.8.8", "fe80::1%eth0", "", None, "localhost"]
     for peer in elsewhere:
         with pytest.raises(AccessDenied):
             check_loopback(peer)
+        with pytest.raises(AccessDenied):
+            identify(server.state, cast(web.Request, SimpleNamespace(remote=peer)), "admin")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -148,6 +149,22 @@ def test_a_request_from_before_a_reset_does_not_write_after_it(server: FeatureSt
     assert raw("GET", "/health").status == 200  # by now the late request has woken
     assert server.store.log(PROJECT, VIEW).num_rows == 0
     assert [entry.route for entry in server.requests()] == ["health"]
+
+
+def test_a_reset_breaks_every_connection_but_its_own(server: FeatureStoreServer, raw: Raw) -> None:
+    """What lies in the socket of a killed rank must not arrive after the reset, not even a whole request."""
+    make_view(server.store)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        request = f"POST {raw.table}{WRITE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BATCH)}\r\n"
+        request += "".join(f"{name}: {value}\r\n" for name, value in raw.login.items()) + "\r\n"
+        sock.sendall(request.encode() + BATCH)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+        assert raw("POST", "/_admin/reset").status == 200
+        make_view(server.store)
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(request.encode() + BATCH)
+            assert sock.recv(65536) == b""
+    assert server.store.log(PROJECT, VIEW).num_rows == 0
 
 
 def test_pooled_clients_survive_a_reset(server: FeatureStoreServer, raw: Raw) -> None:

@@ -26,6 +26,8 @@ from deltaproof.fakes.store import EntitySpec, Store, ViewSpec, log_schema, read
 
 from .kit import PROJECT, VERSION, VIEW, make_view, rows
 
+NAN, INF = float("nan"), float("inf")
+
 
 class Clock:
     def __init__(self) -> None:
@@ -207,9 +209,6 @@ def test_a_clock_that_steps_back_expires_nothing_early(clock: Clock) -> None:
     assert store.rows(PROJECT, VIEW, VERSION) == 2
 
 
-NAN, INF = float("nan"), float("inf")
-
-
 @pytest.mark.parametrize(
     ("batch", "error", "names"),
     [
@@ -286,6 +285,12 @@ def test_empty_writes_and_sliced_batches(store: Store) -> None:
     assert store.write(PROJECT, VIEW, table, version=VERSION, ts=6).rows == 2
     found = pa.Table.from_batches(store.scan(PROJECT, VIEW, VERSION))
     assert found.column("embedding").to_pylist() == [[1.0], [2.0], [3.0], [4.0]]
+    mixed = rows(["t", "u", "v", "u"], [9, 1, 2, 3], [[9.0], [1.0, 2.0], [3.0], [4.0, 5.0]])
+    store.write(PROJECT, VIEW, mixed.slice(1, 3), version=VERSION, ts=7)
+    assert (get(store, "u", 3), get(store, "v", 2)) == (([4.0, 5.0], 7), ([3.0], 7))
+    nan = rows(["t", "u", "v"], [9, 1, 2], [[NAN], [1.0, 2.0], [NAN]]).slice(1, 2)
+    with pytest.raises(NonFiniteValue, match="table v, key 2"):
+        store.write(PROJECT, VIEW, nan, version=VERSION, ts=8)
 
 
 def test_uint8_rows(clock: Clock) -> None:
