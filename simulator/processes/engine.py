@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: How often, in seconds, the supervisor looks whether a rank raised that has not exited yet.
 POLL_S = 0.25
+#: A Unix socket's path has 107 bytes, and multiprocessing needs 33 of them for its own names.
+TMPDIR_BYTES_MAX = 74
 PRELOAD = "deltaproof.simulator.processes.preload"
 
 
@@ -59,6 +61,16 @@ def require_torch() -> None:
             )
 
 
+def require_short_tmpdir() -> None:
+    """Raises ScenarioError when the temporary folder's name leaves no room for the forkserver's socket in it."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > TMPDIR_BYTES_MAX:
+        raise ScenarioError(
+            f"the temporary folder {folder} has a name of more than {TMPDIR_BYTES_MAX} bytes, too long for a socket in it; "
+            "set TMPDIR to a shorter one"
+        )
+
+
 class ProcessEngine:
     """Runs scenarios on real processes. A context manager; ``close`` leaves no process, port or folder behind.
 
@@ -71,6 +83,7 @@ class ProcessEngine:
         self, *, start_method: Literal["forkserver", "spawn"] = "forkserver", keep: Path | None = None
     ) -> None:
         require_torch()
+        require_short_tmpdir()
         self._context: BaseContext = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload([PRELOAD])

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -10,12 +11,11 @@ import pytest
 class Cli:
     """Runs the console script's entry point in a process of its own, marked so that whatever it leaves can be found."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, temporary: Path) -> None:
+        self.folder, self.temporary = folder, temporary
         self.mark = f"DELTAPROOF_TEST_MARK={folder.name}-{os.getpid()}"
         name, _, value = self.mark.partition("=")
-        (folder / "tmp").mkdir()
-        self.env = {**os.environ, name: value, "TMPDIR": str(folder / "tmp"), "COLUMNS": "150"}
+        self.env = {**os.environ, name: value, "TMPDIR": str(temporary), "COLUMNS": "150"}
 
     def start(self, *args: str, **env: str) -> subprocess.Popen:
         return subprocess.Popen(
@@ -56,6 +56,8 @@ class Cli:
 
 @pytest.fixture
 def cli(tmp_path):
-    made = Cli(tmp_path)
-    yield made
-    made.end_left_over()
+    # Not under tmp_path, whose name is too long for the forkserver's socket.
+    with tempfile.TemporaryDirectory(prefix="dp-") as temporary:
+        made = Cli(tmp_path, Path(temporary))
+        yield made
+        made.end_left_over()

@@ -195,7 +195,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(cli, number: signal.Signals) 
     assert process.returncode == 130, err
     assert "Traceback" not in err
     until(lambda: not cli.left_over(), "every process to be gone")
-    assert os.listdir(cli.folder / "tmp") == []
+    assert os.listdir(cli.temporary) == []
 
 
 def test_kill_9_of_the_command_ends_its_ranks_and_its_store(cli) -> None:
@@ -210,7 +210,7 @@ def test_kill_9_of_the_command_ends_its_ranks_and_its_store(cli) -> None:
 
 
 def run_folders(cli) -> list:
-    return [d for d in (cli.folder / "tmp").glob("deltaproof-*/run*") if d.is_dir()]
+    return [d for d in cli.temporary.glob("deltaproof-*/run*") if d.is_dir()]
 
 
 def test_a_closed_pipe_is_no_crash(cli) -> None:
@@ -226,3 +226,12 @@ def test_help_names_every_command() -> None:
 
     names = {c.name or getattr(c.callback, "__name__", None) for c in app.registered_commands}
     assert names == {"demo", "run", "replay", "explore", "serve", "list"}
+
+
+def test_a_temporary_folder_with_too_long_a_name_is_bad_input(cli) -> None:
+    (cli.folder / "s.json").write_text(SMALL.to_json())
+    deep = cli.temporary / ("x" * 90)
+    deep.mkdir()
+    ended = cli.run("run", "s.json", TMPDIR=str(deep))
+    assert ended.returncode == 2, ended
+    assert "set TMPDIR to a shorter one" in one_line(ended.stderr)

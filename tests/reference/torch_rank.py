@@ -5,6 +5,7 @@ Leaves what the task returned in `rank<r>.pickle`, or a traceback in `rank<r>.er
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -311,6 +312,8 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
 def example(rank: int, world_size: int, folder: Path) -> Any:
     """examples/train.py, with the environment that torchrun would give it."""
     os.environ.update(json.loads((folder / "environment.json").read_text()))
+    if reader := sys.modules.get("alibabacloud_credentials.utils.auth_util"):
+        importlib.reload(reader)  # it read the environment when the forkserver imported it
     sys.argv = ["train.py", "--steps", "12"]
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train.py"), run_name="__main__")
 
