@@ -204,8 +204,7 @@ def _refuse(entry: RequestEntry, error: FakeError) -> web.Response:
     headers = {"x-acs-request-id": entry.request_id}
     if isinstance(error, Injected) and error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:g}"
-    message = str(error).encode("utf-8", "backslashreplace").decode()  # a lone surrogate has no JSON
-    body = wire.to_json({"Code": error.code, "Message": message, "RequestId": entry.request_id})
+    body = wire.to_json({"Code": error.code, "Message": str(error), "RequestId": entry.request_id})
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 

@@ -66,7 +66,7 @@ def require_short_tmpdir() -> None:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > TMPDIR_BYTES_MAX:
         raise ScenarioError(
-            f"the temporary folder {folder} has a name of more than {TMPDIR_BYTES_MAX} bytes, too long for a socket in it; "
+            f"the temporary folder {folder} has a name of over {TMPDIR_BYTES_MAX} bytes, too long for a socket; "
             "set TMPDIR to a shorter one"
         )
 

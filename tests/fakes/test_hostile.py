@@ -200,7 +200,7 @@ FAULTS_BODY = JSON | st.lists(
     st.dictionaries(st.sampled_from(["id", "kind", "route", "client", "skip", "count", "code", "delay_ms"]), JSON),
     max_size=2,
 )
-FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZ = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def sent(body: Any) -> bytes:
