@@ -225,6 +225,9 @@ class HttpTransport:
                 region_id=region,
                 endpoint=address,
                 protocol=protocol,
+                # The published client sends even loopback requests to HTTP_PROXY. Only another proxy overrides that,
+                # so the fake is named as its own: it understands the absolute form of such requests.
+                http_proxy=f"http://{address}" if _is_loopback(address) else None,
                 connect_timeout=int(CONNECT_TIMEOUT_S * 1000),
                 read_timeout=int(read_timeout_s * 1000),
                 global_parameters=GlobalParameters(headers={"x-deltaproof-client": username} if username else {}),
@@ -414,8 +417,11 @@ def _split_endpoint(endpoint: str) -> tuple[str, str]:
     scheme, found, rest = endpoint.partition("://")
     if found:
         return rest.rstrip("/"), scheme.upper()
-    host = endpoint.rsplit(":", 1)[0].strip("[]")
-    return endpoint, "HTTP" if host in ("127.0.0.1", "localhost", "::1") else "HTTPS"
+    return endpoint, "HTTP" if _is_loopback(endpoint) else "HTTPS"
+
+
+def _is_loopback(address: str) -> bool:
+    return address.rsplit(":", 1)[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
 
 
 def _table(data: bytes) -> pa.Table:

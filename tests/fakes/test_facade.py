@@ -420,6 +420,14 @@ def test_missing_credentials_are_refused_at_once(
         connect(**arguments)
 
 
+def test_a_proxy_of_the_machine_is_not_asked_for_loopback(
+    connect: Callable[..., FeatureStoreClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    assert connect().get_project(PROJECT) is not None
+
+
 def test_no_error_carries_a_secret(connect: Callable[..., FeatureStoreClient], server: FeatureStoreServer) -> None:
     make_view(server.store)
     client = connect(access_key_id="AKID-1234", access_key_secret="SECRET-5678", featuredb_password="PASS-9012")
