@@ -70,6 +70,8 @@ COLOURS = {
 }
 #: Violations of one property that are written out; --json has more.
 SHOWN = 1
+#: Runs between two lines of progress when nobody watches a bar.
+LOG_EVERY = 50
 FAILURES = Path("deltaproof-failures")
 
 
@@ -211,8 +213,15 @@ def explore(
     with _progress(quiet=as_json) as progress:
         bar = progress.add_task("runs", total=count)
 
+        told = 0
+
         def tell(done: int, text: str) -> None:
+            nonlocal told
             progress.update(bar, completed=done, description=text)
+            # A log gets a line now and then, where a terminal has the bar.
+            if not as_json and not err.is_terminal and done >= told + LOG_EVERY:
+                told = done
+                err.print(f"{done} of {count} runs, {text}")
 
         result = campaign(
             target=target or "reference",

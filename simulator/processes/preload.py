@@ -11,13 +11,15 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 
-from ...fakes import feature_store_py, server  # noqa: F401
+from ...fakes import feature_store_py
+from ...fakes.server import serve  # noqa: F401
 from ...reference import publisher, tracker  # noqa: F401
 from . import model, rank  # noqa: F401
 
 # What a rank would import only on its way, each at a cost of 0.1 s or more.
-for _name in ("torch.distributed.optim", "alibabacloud_paifeaturestore20230621.client", "numpy.ma"):
+for _name in ("torch.distributed.optim", "numpy.ma"):
     importlib.import_module(_name)
+feature_store_py.preload()
 
 # One thread per rank: ranks share the cores, and a thread pool made before the fork would not survive it.
 torch.set_num_threads(1)
