@@ -1,0 +1,29 @@
+"""docs/scenarios.md describes what the code reads."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from deltaproof.simulator.faults import POINTS, REGISTRY
+from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
+
+PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
+
+
+def test_the_example_is_a_scenario() -> None:
+    [example] = re.findall(r"```json\n(.*?)```", PAGE, re.S)
+    scenario = Scenario.from_json(example)
+    assert len(scenario.faults) == 3
+    assert scenario.expect == "tolerate"
+
+
+def test_every_field_fault_and_point_is_described() -> None:
+    missing = [
+        field.name
+        for struct in (Scenario, Table, Workload, PublisherConfig, Deadlines, *REGISTRY.values())
+        for field in msgspec.structs.fields(struct)
+        if not re.search(rfr"[`.]{field.name}[`.]", PAGE) and field.name != "retry_delay_ms_max"
+    ]
+    missing += [name for name in (*REGISTRY, *POINTS) if f"`{name}`" not in PAGE]
+    assert not missing
