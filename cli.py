@@ -261,8 +261,8 @@ def serve(
         out.print(
             Text(
                 "from deltaproof.fakes.feature_store_py import FeatureStoreClient\n"
-                f'client = FeatureStoreClient("id", "secret", "local", "{host}:{port}", featuredb_username="me", '
-                'featuredb_password="any")'
+                f'client = FeatureStoreClient("deltaproof", "deltaproof", "local", "{host}:{port}", '
+                'featuredb_username="me", featuredb_password="any")'
             )
         )
 

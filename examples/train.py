@@ -3,7 +3,7 @@
 deltaproof serve                                  # prints the address of a fake store
 
 export DELTAPROOF_ENDPOINT=127.0.0.1:PORT         # that address; leave it out for the real service
-export ALIBABA_CLOUD_ACCESS_KEY_ID=any ALIBABA_CLOUD_ACCESS_KEY_SECRET=any
+export ALIBABA_CLOUD_ACCESS_KEY_ID=deltaproof ALIBABA_CLOUD_ACCESS_KEY_SECRET=deltaproof
 export FEATUREDB_USERNAME=any FEATUREDB_PASSWORD=any
 torchrun --standalone --nproc-per-node 2 examples/train.py --steps 50
 """

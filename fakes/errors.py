@@ -9,6 +9,8 @@ or "unknown" (perhaps applied: only a replay with a newer ts makes it certain).
     │   ├── InvalidParameter, InvalidVersion, InvalidTimestamp, MalformedBody, SchemaMismatch,
     │   │   ReservedKey, NonFiniteValue, DimensionMismatch, BodyTooLarge, RequestTimeout
     │   ├── MissingAuthorization, InvalidToken, AccessDenied
+    │   ├── IncompleteSignature, SignatureDoesNotMatch, SignatureNonceUsed, UnknownAccessKeyId, MalformedTimeStamp,
+    │   │   ExpiredTimeStamp, MissingSecurityToken, MismatchedSecurityToken, ExpiredSecurityToken
     │   ├── ProjectNotFound, EntityNotFound, ViewNotFound, SnapshotNotFound, DatasourceNotFound,
     │   │   InstanceNotFound, RouteNotFound, MethodNotAllowed
     │   └── AlreadyExists, InUse
@@ -17,7 +19,7 @@ or "unknown" (perhaps applied: only a replay with a newer ts makes it certain).
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import msgspec
 
@@ -44,6 +46,16 @@ _ROWS: Final = (
     ErrorSpec("NonFiniteValue", 400, "no", False, "an embedding holds NaN or an infinity"),
     ErrorSpec("DimensionMismatch", 400, "no", False, "an embedding's length differs from its table's first row"),
     ErrorSpec("MissingAuthorization", 401, "no", False, "no usable Authorization or Auth header"),
+    # Codes of Alibaba's gateway, from here to InvalidSecurityToken.Expired.
+    ErrorSpec("IncompleteSignature", 400, "no", False, "a header that must be signed is absent or not signed"),
+    ErrorSpec("InvalidAccessKeyId.NotFound", 404, "no", False, "no such access key"),
+    ErrorSpec("SignatureDoesNotMatch", 400, "no", False, "signed with another secret, or changed on the way"),
+    ErrorSpec("SignatureNonceUsed", 400, "no", True, "the same signed request came before: sign anew"),
+    ErrorSpec("InvalidTimeStamp.Format", 400, "no", False, "x-acs-date is not a UTC time in ISO 8601"),
+    ErrorSpec("InvalidTimeStamp.Expired", 400, "no", False, "x-acs-date is over 15 minutes off: set the clock"),
+    ErrorSpec("MissingSecurityToken", 400, "no", False, "a temporary access key came without its token"),
+    ErrorSpec("InvalidSecurityToken.MismatchWithAccessKey", 400, "no", False, "the token is of another access key"),
+    ErrorSpec("InvalidSecurityToken.Expired", 400, "no", True, "the token has expired: fetch a fresh credential"),
     ErrorSpec("InvalidToken", 401, "no", False, "the datasource token does not match"),
     ErrorSpec("AccessDenied", 403, "no", False, "the account may not do this"),
     ErrorSpec("RouteNotFound", 404, "no", False, "no such route"),
@@ -98,11 +110,13 @@ def code_for_status(status: int) -> str:
 
 
 class FakeError(Exception):
-    """Base of all errors the fakes raise. The class name is the code looked up in ``ERRORS``."""
+    """Base of all errors the fakes raise. ``code`` is looked up in ``ERRORS``: ``dotted``, else the class name."""
+
+    dotted: ClassVar[str] = ""
 
     @property
     def code(self) -> str:
-        return type(self).__name__
+        return self.dotted or type(self).__name__
 
     @property
     def spec(self) -> ErrorSpec:
@@ -155,6 +169,52 @@ class RequestTimeout(Refused):
 
 class MissingAuthorization(Refused):
     """No usable Authorization or Auth header."""
+
+
+class IncompleteSignature(Refused):
+    """A header that must be signed is absent or not signed."""
+
+
+class UnknownAccessKeyId(Refused):
+    """No such access key. Usual cause: another key than the server's accounts, or a temporary one that is gone."""
+
+    dotted = "InvalidAccessKeyId.NotFound"
+
+
+class SignatureDoesNotMatch(Refused):
+    """Signed with another secret, or changed on the way (a proxy that rewrites headers does that)."""
+
+
+class SignatureNonceUsed(Refused):
+    """The same signed request came before."""
+
+
+class MalformedTimeStamp(Refused):
+    """x-acs-date is not a UTC time in ISO 8601."""
+
+    dotted = "InvalidTimeStamp.Format"
+
+
+class ExpiredTimeStamp(Refused):
+    """x-acs-date is more than 15 minutes from the server's clock, in either direction."""
+
+    dotted = "InvalidTimeStamp.Expired"
+
+
+class MissingSecurityToken(Refused):
+    """A temporary access key came without its token."""
+
+
+class MismatchedSecurityToken(Refused):
+    """The token does not belong to the access key."""
+
+    dotted = "InvalidSecurityToken.MismatchWithAccessKey"
+
+
+class ExpiredSecurityToken(Refused):
+    """The token has expired: fetch a fresh credential, and make a client from it."""
+
+    dotted = "InvalidSecurityToken.Expired"
 
 
 class InvalidToken(Refused):

@@ -22,7 +22,9 @@ from ..errors import (
     RouteNotFound,
 )
 from . import handlers, wire
+from .faults import ResetFault, SlowBodyFault, TruncateFault
 from .handlers import Broken, Call, Reply
+from .signature import check_content
 from .state import RequestEntry, ServerState, check_loopback
 
 log = logging.getLogger(__name__)
@@ -126,7 +128,7 @@ def identify(state: ServerState, request: web.Request, group: str) -> str:
             check_loopback(request.remote)
         return ""
     if group == "control":
-        return state.check_signature(request.headers)
+        return state.check_signature(request.method, request.raw_path, request.headers)
     return state.login(request.headers.get("Authorization"), request.headers.get("Auth"))
 
 
@@ -160,8 +162,12 @@ def _endpoint(
             if group == "control" and "instance" in request.match_info:
                 state.check_instance(request.match_info["instance"])
             call.body = await _read_body(request, bytes_max, body_timeout_s)
+            if group == "control":
+                check_content(request.headers, call.body)
             reply = await handler(call)
             entry.status = reply.status
+            if call.reply_fault is not None:
+                return await _send_struck(request, entry, reply, call.reply_fault)
             return await _send(request, entry, reply)
         except (Broken, ConnectionError):  # planned, or the client left while its body was read or its reply sent
             entry.status = None
@@ -195,6 +201,39 @@ async def _send(request: web.Request, entry: RequestEntry, reply: Reply) -> web.
     for chunk in reply.body:
         await response.write(chunk)
     await response.write_eof()
+    return response
+
+
+async def _send_struck(
+    request: web.Request, entry: RequestEntry, reply: Reply, fault: ResetFault | TruncateFault | SlowBodyFault
+) -> web.StreamResponse:
+    """Send a reply, built whole, the way a fault wants it: cut off, or slowly."""
+    headers = {"x-acs-request-id": entry.request_id, hdrs.CONTENT_TYPE: reply.content_type, **reply.headers}
+    if isinstance(reply.body, dict):
+        body = wire.to_json({"RequestId": entry.request_id, **reply.body})
+    else:
+        body = bytes(reply.body) if isinstance(reply.body, memoryview | bytes) else b"".join(reply.body)
+    response = web.StreamResponse(status=reply.status, headers=headers)
+    response.content_length = len(body)
+    response.force_close()
+    await response.prepare(request)
+    if isinstance(fault, SlowBodyFault):
+        # Ten times a second, or byte by byte: a client with a read timeout must see neither silence nor haste.
+        size = max(1, int(fault.bytes_per_s / 10))
+        for start in range(0, len(body), size):
+            part = body[start : start + size]
+            await response.write(part)
+            await asyncio.sleep(len(part) / fault.bytes_per_s)
+        await response.write_eof()
+        return response
+    kept = len(body) // 2 if isinstance(fault, ResetFault) else min(fault.bytes_kept, len(body) - 1)
+    if kept > 0:
+        await response.write(body[:kept])
+    entry.code = "ReplyTruncated"
+    if isinstance(fault, ResetFault):
+        _break(request)
+    elif request.transport is not None:
+        request.transport.close()  # orderly: what was written is sent first
     return response
 
 

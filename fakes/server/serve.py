@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Final, Self
@@ -21,6 +21,7 @@ from ..store import Store
 from .faults import AnyFault, FiredFault
 from .handlers import RUNNER, hang_up
 from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, HttpConnection, make_app
+from .signature import Accounts, Verifier
 from .state import DEFAULT_TOKEN, RequestEntry, ServerState
 
 START_TIMEOUT_S: Final = 10.0
@@ -87,7 +88,9 @@ def _address(sock: socket.socket) -> tuple[str, int]:
 class FeatureStoreServer:
     """The server in a background thread: ``with FeatureStoreServer() as server: … server.endpoint``.
 
-    ``port`` 0 takes a free port. ``store`` may be given to share one. Raises PortInUse from ``start``.
+    ``port`` 0 takes a free port. ``store`` may be given to share one. ``accounts`` may sign control-plane requests,
+    ``{access key id: secret}`` or ``signature.Accounts``; by default ``signature.DEFAULT_ACCOUNTS``. ``clock`` (seconds
+    since 1970) is for signatures only. Raises PortInUse from ``start``.
     """
 
     def __init__(
@@ -97,12 +100,14 @@ class FeatureStoreServer:
         *,
         store: Store | None = None,
         token: str = DEFAULT_TOKEN,
+        accounts: Accounts | Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.time,
         body_bytes_max: int = BODY_BYTES_MAX,
         body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._host, self._want_port = host, port
         self._limits = (body_bytes_max, body_timeout_s)
-        self.state = ServerState(store or wall_store(), token)
+        self.state = ServerState(store or wall_store(), token, Verifier(accounts, clock=clock))
         self.port = 0
         self.endpoint = ""
         self._thread: threading.Thread | None = None
@@ -206,10 +211,11 @@ def run_forever(
     ready: Callable[[int], None] | None = None,
     store: Store | None = None,
     token: str = DEFAULT_TOKEN,
+    accounts: Accounts | Mapping[str, str] | None = None,
 ) -> None:
     """Serve in the foreground until SIGINT or SIGTERM; ``ready`` is called with the port. Raises PortInUse, OSError."""
     sock = _bind(host, port)
-    asyncio.run(_until_stopped(sock, ServerState(store or wall_store(), token), ready))
+    asyncio.run(_until_stopped(sock, ServerState(store or wall_store(), token, Verifier(accounts)), ready))
 
 
 async def _until_stopped(

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -31,7 +31,8 @@ from ..errors import (
     ViewNotFound,
 )
 from ..store import EntitySpec, Snapshot, Store, ViewSpec
-from .faults import FaultPlan
+from .faults import FaultPlan, Turns
+from .signature import Verifier
 
 SNAPSHOTS_MAX: Final = 64
 REQUESTS_MAX: Final = 200_000
@@ -44,9 +45,6 @@ FEATUREDB: Final = "FeatureDB"
 MAXCOMPUTE: Final = "MaxCompute"
 DATASOURCES: Final = {"1": FEATUREDB, "2": MAXCOMPUTE}
 CLIENT_HEADER: Final = "x-deltaproof-client"  # ours: names the rank on control-plane requests
-_ACS3: Final = re.compile(
-    r"ACS3-HMAC-SHA256 Credential=(?P<key>[!-+\--~]{1,256}),\s*SignedHeaders=[a-z0-9;-]+,\s*Signature=[0-9a-f]{64}"
-)
 _NOT_FOUND: Final[dict[str, type[FakeError]]] = {
     "project": ProjectNotFound,
     "entity": EntityNotFound,
@@ -58,6 +56,7 @@ class RequestEntry(msgspec.Struct):
     """One request and its fate. ``t_ms``/``end_ms``: monotonic host clock. ``rows``: sent; ``rows_applied``: kept.
 
     ``fate``: was a write applied: "yes", "partly" or "no"; None for reads. ``status`` None: no reply was sent.
+    ``delivery``: 2 for the second delivery of a write that a duplicate fault delivered twice.
     ``fault``: index (at that time) of the fault that decided the outcome, else of the first delay, else None;
     ``fault_ids``: all that struck.
     """
@@ -76,6 +75,7 @@ class RequestEntry(msgspec.Struct):
     fate: str | None = None
     fault: int | None = None
     fault_ids: list[str] = []
+    delivery: int = 1
     end_ms: float = 0.0
 
 
@@ -84,20 +84,29 @@ class ServerState:
     store appear in the control plane too. ``lock`` guards the fault plan and the log against other threads.
     """
 
-    def __init__(self, store: Store, token: str = DEFAULT_TOKEN) -> None:
+    def __init__(self, store: Store, token: str = DEFAULT_TOKEN, verifier: Verifier | None = None) -> None:
         self.store = store
-        self.token = token
+        self.token = self._first_token = token
+        self.verifier = verifier or Verifier()
         self.address = ""  # http://host:port, known once the socket is bound
         self.lock = threading.RLock()
         self.generation = 0  # counts resets: a request that began before one must not write after it
-        self.reset()
+        self.fault_clock_ms: Callable[[], float] = lambda: time.monotonic() * 1000  # of the faults' time windows
+        self._forget()
 
     def reset(self, projects: Sequence[str] | None = None) -> None:
         """Empty store (with ``projects`` if given), no faults, empty log. Raises InvalidParameter."""
         with self.lock:
             self.store.reset(projects)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Everything but the store back to its beginnings: a store may come with content, kept over a restart."""
+        with self.lock:
             self.generation += 1
-            self.faults = FaultPlan()
+            self.token = self._first_token
+            self.faults = FaultPlan(lambda: self.fault_clock_ms())
+            self.turns = Turns()
             self.requests: collections.deque[RequestEntry] = collections.deque(maxlen=REQUESTS_MAX)
             self._seq = itertools.count()
             self._ids: dict[tuple[str, ...], str] = {}
@@ -132,17 +141,14 @@ class ServerState:
             raise AccessDenied("the Auth header holds no username and password")
         return username
 
-    def check_signature(self, headers: Mapping[str, str]) -> str:
+    def check_signature(self, method: str, target: str, headers: Mapping[str, str]) -> str:
         """Who signed a control-plane request: the name in ``x-deltaproof-client`` (ours), else the access key id.
 
-        Checks the header's form only: the fake holds no secrets to verify a signature with.
-        Raises MissingAuthorization.
+        Raises what ``signature.Verifier.check`` raises.
         """
-        found = _ACS3.fullmatch(headers.get("Authorization", ""))
-        if found is None:
-            raise MissingAuthorization("the control plane wants Authorization: ACS3-HMAC-SHA256 Credential=…")
+        key = self.verifier.check(method, target, headers)
         name = headers.get(CLIENT_HEADER, "")[:256]
-        return name if name.isascii() and name.isprintable() and name else found["key"]
+        return name if name.isascii() and name.isprintable() and name else key
 
     # Ids of the control plane
 
@@ -150,7 +156,7 @@ class ServerState:
         """The id of ("project", name), ("entity", project, name) or ("view", project, name)."""
         with self.lock:
             if key not in self._ids:
-                number = str(1 + sum(1 for other in self._ids if other[0] == key[0]))
+                number = str(self.store.number_of(*key))
                 self._ids[key] = number
                 self._objects[key[0], number] = key
             return self._ids[key]

@@ -27,7 +27,12 @@ def connect(server: FeatureStoreServer) -> Iterator[Callable[..., FeatureStoreCl
     clients = []
 
     def make(username: str = "rank0", **arguments: Any) -> FeatureStoreClient:
-        wanted = {"access_key_id": "id", "access_key_secret": "secret", "featuredb_password": "password", **arguments}
+        wanted = {
+            "access_key_id": "deltaproof",
+            "access_key_secret": "deltaproof",
+            "featuredb_password": "password",
+            **arguments,
+        }
         client = FeatureStoreClient(endpoint=server.endpoint, featuredb_username=username, **wanted)
         clients.append(client)
         return client

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 import urllib3
+from urllib3.util import parse_url
 
 from deltaproof.fakes.feature_store_py import DynamicEmbeddingFeatureView, FeatureStoreClient
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import FaultPlan
+from deltaproof.fakes.server.signature import DEFAULT_ACCOUNTS, sign
 from deltaproof.fakes.store import EntitySpec, Store, ViewSpec
 
 PROJECT, VIEW, VERSION = "deltaproof", "view", "v1"
@@ -70,10 +75,6 @@ class Raw:
         self.base = f"http://{server.endpoint}"
         self.table = f"/api/v1/tables/featurestore-cn-deltaproof/{PROJECT}/{VIEW}"
         self.login = {"Authorization": server.state.token, "Auth": "cmFuazA6cGFzc3dvcmQ="}  # rank0:password
-        signature = "0" * 64
-        self.signed = {
-            "Authorization": f"ACS3-HMAC-SHA256 Credential=id,SignedHeaders=host;x-acs-date,Signature={signature}"
-        }
 
     def __call__(self, method: str, path: str, **arguments: Any) -> urllib3.BaseHTTPResponse:
         return self._http.request(method, self.base + path, **arguments)
@@ -83,8 +84,30 @@ class Raw:
         return self(method, self.table + path, body=body, headers={**self.login, **headers})
 
     def control(self, method: str, path: str, body: Any = None, **headers: str) -> urllib3.BaseHTTPResponse:
-        """A control-plane call with a well-formed Authorization header."""
-        return self(method, "/api/v1/instances" + path, body=body, headers={**self.signed, **headers})
+        """A control-plane call, signed."""
+        path = "/api/v1/instances" + path
+        return self(method, path, body=body, headers=self.signed(method, path, body, **headers))
+
+    def signed(self, method: str, path: str, body: Any = None, /, **headers: str) -> dict[str, str]:
+        """``headers`` with those of a signature by ``DEFAULT_ACCOUNTS``; ``headers`` may override single ones of it."""
+        content = body.encode() if isinstance(body, str) else body or b""
+        url = parse_url(self.base + path)
+        wanted = {
+            "host": url.netloc or "",
+            "x-acs-action": "Any",
+            "x-acs-content-sha256": hashlib.sha256(content).hexdigest(),
+            "x-acs-date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "x-acs-signature-nonce": uuid.uuid4().hex,
+            "x-acs-version": "2023-06-21",
+            **headers,
+        }
+        names = ";".join(sorted(name for name in wanted if name == "host" or name.startswith("x-acs-")))
+        ((key, secret),) = DEFAULT_ACCOUNTS.items()
+        signature = sign(method, url.request_uri, wanted, names, secret)
+        return {
+            "Authorization": f"ACS3-HMAC-SHA256 Credential={key},SignedHeaders={names},Signature={signature}",
+            **wanted,
+        }
 
     def close(self) -> None:
         self._http.clear()

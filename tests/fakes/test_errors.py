@@ -12,7 +12,7 @@ def _subclasses(base: type[FakeError]) -> set[type[FakeError]]:
 
 def test_every_refusal_has_a_row_that_says_nothing_was_applied() -> None:
     for kind in _subclasses(Refused) - {Refused}:
-        row = ERRORS[kind.__name__]
+        row = ERRORS[kind.dotted or kind.__name__]
         assert row.applied == "no"
         assert row.status is not None
         assert 400 <= row.status < 500

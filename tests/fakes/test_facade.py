@@ -15,6 +15,7 @@ from deltaproof.fakes.errors import ERRORS
 from deltaproof.fakes.feature_store_py import FeatureStoreClient, TransportError, WriteError
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import DelayFault, PartialFault, ResetFault, StatusFault, When
+from deltaproof.fakes.server.signature import Verifier
 
 from .kit import PROJECT, VERSION, VIEW, Backend, make_view, sdk_rows
 
@@ -430,6 +431,7 @@ def test_a_proxy_of_the_machine_is_not_asked_for_loopback(
 
 def test_no_error_carries_a_secret(connect: Callable[..., FeatureStoreClient], server: FeatureStoreServer) -> None:
     make_view(server.store)
+    server.state.verifier = Verifier({"AKID-1234": "SECRET-5678"})
     client = connect(access_key_id="AKID-1234", access_key_secret="SECRET-5678", featuredb_password="PASS-9012")
     view = Backend("http", server.store, lambda _: client, server).view()
     texts = []

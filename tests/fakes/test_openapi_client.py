@@ -22,8 +22,8 @@ from .kit import PROJECT, VERSION, VIEW, make_view, rows
 def client(server: FeatureStoreServer) -> Client:
     return Client(
         Config(
-            access_key_id="id",
-            access_key_secret="secret",
+            access_key_id="deltaproof",
+            access_key_secret="deltaproof",
             region_id="cn-hangzhou",
             endpoint=server.endpoint,
             protocol="HTTP",
@@ -246,7 +246,7 @@ def test_planned_faults_and_their_log(client: Client, instance: str, server: Fea
     assert (caught.value.code, caught.value.status_code) == ("ServiceUnavailable", 503)
     refused("AlreadyExists", 409, lambda: client.create_project(instance, models.CreateProjectRequest(name="second")))
     entry = server.requests()[-2]
-    assert (entry.route, entry.client, entry.status, entry.fault_ids) == ("create_project", "id", 503, ["f"])
+    assert (entry.route, entry.client, entry.status, entry.fault_ids) == ("create_project", "deltaproof", 503, ["f"])
 
 
 def test_the_second_project_shows_its_counts(client: Client, instance: str, server: FeatureStoreServer) -> None:

@@ -33,8 +33,8 @@ def server() -> Iterator[FeatureStoreServer]:
 def publisher_on(kit: Any, server: FeatureStoreServer, clock: Any = time, **changes: Any) -> tuple[Any, Publisher]:
     source = kit.source({("m.ebc", "ebc", "t"): (60, 2, "row_wise")})
     client = FeatureStoreClient(
-        access_key_id="id",
-        access_key_secret="secret",
+        access_key_id="deltaproof",
+        access_key_secret="deltaproof",
         endpoint=server.endpoint,
         featuredb_username="rank0",
         featuredb_password="password",
@@ -108,8 +108,8 @@ def test_a_run_whose_clock_is_behind_still_writes_above_what_the_store_holds(
 def environment_of(server: FeatureStoreServer) -> dict[str, str]:
     return {
         "DELTAPROOF_ENDPOINT": server.endpoint,
-        "ALIBABA_CLOUD_ACCESS_KEY_ID": "id",
-        "ALIBABA_CLOUD_ACCESS_KEY_SECRET": "secret",
+        "ALIBABA_CLOUD_ACCESS_KEY_ID": "deltaproof",
+        "ALIBABA_CLOUD_ACCESS_KEY_SECRET": "deltaproof",
         "FEATUREDB_USERNAME": "example",
         "FEATUREDB_PASSWORD": "password",
         "GLOO_SOCKET_IFNAME": "lo",
