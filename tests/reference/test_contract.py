@@ -109,6 +109,12 @@ def test_equal_or_empty_names_are_refused() -> None:
         embedding_names([TableRef("a", "ec", "b.embeddings.c"), TableRef("a.embeddings.b", "ec", "c")])
 
 
+def test_names_that_meet_only_after_twins_are_mapped_are_refused() -> None:
+    refs = [TableRef("a.ebc_user.embedding_bags.b", "ebc", "c"), TableRef("a.ebc", "ebc", "b.embedding_bags.c")]
+    with pytest.raises(ContractError, match=r"would be published as 'a\.ebc\.embedding_bags\.b\.embedding_bags\.c'"):
+        embedding_names(refs)
+
+
 @given(st.lists(REFS, max_size=8, unique=True), st.sampled_from(["fqn", "role"]), st.randoms(use_true_random=False))
 def test_names_are_one_to_one_up_to_twins_and_do_not_depend_on_order(refs, naming, random) -> None:
     try:

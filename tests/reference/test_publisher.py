@@ -134,6 +134,14 @@ def test_forgetting_finish_is_an_error_when_rows_were_touched(kit: Any, source: 
     publisher.close()
 
 
+def test_lookups_after_finish_are_nobodys_loss(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    publisher.finish(1)
+    source.train(A, [1], 0.0)  # an evaluation at the end that was not paused
+    publisher.close()
+
+
 def test_training_after_finish_needs_another_finish(kit: Any, source: Any, client: Any) -> None:
     publisher = publisher_of(kit, source, client)
     publisher.start()

@@ -123,6 +123,7 @@ def test_models_that_cannot_be_followed_are_refused_with_the_reason(ranks: Any) 
     assert "two tables have the name 'x._dmp_wrapped_module.ebc.embedding_bags.a'" in messages["twice"]
     assert "remaps ids" in messages["collision"]
     assert "in kernel key_value" in messages["kernel"]
+    assert messages["folded"] == (8, [1, 2, 3], 0)  # never more ids than the bound
     assert messages["chained"] == "[1, 1]"
     assert "another tracker was registered after this one" in messages["replaced"]
     assert "'ebc.embedding_bags.b' has no rows on this rank" in messages["elsewhere"]

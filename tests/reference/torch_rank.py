@@ -35,6 +35,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from deltaproof.reference import tracker
 from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.settings import Settings
 from deltaproof.reference.tracker import TorchRecSource, TrackerError
@@ -158,6 +159,7 @@ class Rank:
 
 def follow(rank: int, world_size: int, folder: Path) -> Any:
     """Two intervals of two steps: what was drained, gathered, and what the state dict held then."""
+    tracker.COMPACT_AT_IDS = 3  # fold duplicates all the time: what comes out must not change
     run = Rank(rank, world_size)
     source = TorchRecSource(run.model)
     intervals = []
@@ -288,7 +290,13 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
         "collision": collision,
         "kernel": quantised,
     }
-    messages = {}
+    messages: dict[str, Any] = {}
+    tracker.COMPACT_AT_IDS = 8
+    record, counts = tracker._Record(), []
+    for _ in range(50):
+        record.add(torch.tensor([1, 2, 3, 2]))
+        counts.append(record.count)
+    messages["folded"] = (max(counts), record.take().tolist(), record.count)
     for name, model in models.items():
         try:
             TorchRecSource(model)
