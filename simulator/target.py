@@ -36,7 +36,8 @@ class PublisherTarget(Protocol):
     def finish(self, step: int) -> object:
         """Training is over at the rank's own step; returns when everything is acknowledged, or raises."""
 
-    def close(self) -> object: ...
+    def close(self) -> object:
+        """Called after ``finish``. When the loop raised, ``__exit__`` is called instead, if the target has one."""
 
 
 @dataclass(frozen=True)

@@ -161,10 +161,13 @@ class Run:
             with self._in_target("finish"):
                 publisher.finish(self.own_step)
             self.events.write("finished", step=self.own_step)
-        except BaseException:
-            # As a `with publisher:` block would; the first exception is the one that counts.
+        except BaseException as error:
+            # As a `with publisher:` block would do it; the first exception is the one that counts.
             with contextlib.suppress(Exception):
-                publisher.close()
+                if hasattr(publisher, "__exit__"):
+                    publisher.__exit__(type(error), error, error.__traceback__)
+                else:
+                    publisher.close()
             raise
         with self._in_target("close"):
             publisher.close()

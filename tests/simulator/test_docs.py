@@ -23,7 +23,7 @@ def test_every_field_fault_and_point_is_described() -> None:
         field.name
         for struct in (Scenario, Table, Workload, PublisherConfig, Deadlines, *REGISTRY.values())
         for field in msgspec.structs.fields(struct)
-        if not re.search(rfr"[`.]{field.name}[`.]", PAGE) and field.name != "retry_delay_ms_max"
+        if not re.search(rf"[`.]{field.name}[`.]", PAGE) and field.name != "retry_delay_ms_max"
     ]
     missing += [name for name in (*REGISTRY, *POINTS) if f"`{name}`" not in PAGE]
     assert not missing
