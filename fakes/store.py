@@ -116,6 +116,11 @@ class ViewSpec(msgspec.Struct, frozen=True):
                 raise InvalidParameter(f"view {self.name}: {what} {number!r}, want {low} to {high}")
 
 
+def other_type(spec: ViewSpec) -> ViewSpec:
+    """The view with the other value type: what a client meets when somebody has made it again differently."""
+    return msgspec.structs.replace(spec, value_type="uint8" if spec.value_type == "float32" else "float32")
+
+
 class WriteResult(NamedTuple):
     """``rows`` appended and the ``arrival`` number of the write, unique and increasing over the whole store."""
 
@@ -420,13 +425,30 @@ class Store:
         for name in projects:
             check_name("project", name)
         with self._lock:
+            self._record("reset", {"projects": list(projects)})
             self._created_ms: dict[tuple[str, ...], int] = {}
             self._entities: dict[tuple[str, str], EntitySpec] = {}
             self._views: dict[tuple[str, str], _View] = {}
             self._arrivals = 0
             self._written_ms: list[int] = []  # by arrival; never falls, so that one bisect answers TTL
+            self._numbers: dict[tuple[str, ...], int] = {}
             for name in dict.fromkeys(projects):
-                self.create_project(name)
+                self._created("project", name)
+
+    def _record(self, kind: str, fields: dict[str, Any], batch: pa.RecordBatch | None = None) -> None:
+        """Called under the lock with every change that has passed its checks, before it is made. Here: nothing; a
+        durable store writes it down, and by raising keeps it from being made.
+        """
+
+    def _created(self, *key: str) -> None:
+        self._created_ms[key] = self.now_ms()
+        self._numbers.setdefault(key, 1 + sum(other[0] == key[0] for other in self._numbers))
+
+    def number_of(self, *key: str) -> int:
+        """How manieth of its kind an object was made, from 1: ("project", name), ("entity", project, name) or ("view",
+        project, name). One that was dropped and made again keeps its number.
+        """
+        return self._numbers[key]
 
     # Catalogue
 
@@ -436,7 +458,8 @@ class Store:
         with self._lock:
             if ("project", name) in self._created_ms:
                 raise AlreadyExists(f"project {name} exists")
-            self._created_ms["project", name] = self.now_ms()
+            self._record("create-project", {"name": name})
+            self._created("project", name)
 
     def projects(self) -> list[str]:
         with self._lock:
@@ -455,8 +478,9 @@ class Store:
                 self.entity(spec.project, spec.parent)
             if (spec.project, spec.name) in self._entities:
                 raise AlreadyExists(f"entity {spec.name} exists in project {spec.project}")
+            self._record("create-entity", msgspec.to_builtins(spec))
             self._entities[spec.project, spec.name] = spec
-            self._created_ms["entity", spec.project, spec.name] = self.now_ms()
+            self._created("entity", spec.project, spec.name)
 
     def entity(self, project: str, name: str) -> EntitySpec:
         """Raises EntityNotFound."""
@@ -477,6 +501,7 @@ class Store:
             users = [view.spec.name for view in self._views.values() if view.spec.entity == name]
             if users:
                 raise InUse(f"entity {name} of project {project} is used by view {users[0]}")
+            self._record("drop-entity", {"project": project, "name": name})
             del self._entities[project, name]
             del self._created_ms["entity", project, name]
 
@@ -490,8 +515,9 @@ class Store:
                 self.create_entity(EntitySpec(spec.project, spec.entity, f"{spec.entity}_id"))
             if (spec.project, spec.name) in self._views:
                 raise AlreadyExists(f"view {spec.name} exists in project {spec.project}")
+            self._record("create-view", msgspec.to_builtins(spec))
             self._views[spec.project, spec.name] = _View(spec)
-            self._created_ms["view", spec.project, spec.name] = self.now_ms()
+            self._created("view", spec.project, spec.name)
 
     def view(self, project: str, name: str) -> ViewSpec:
         """Raises ViewNotFound."""
@@ -506,6 +532,7 @@ class Store:
         """Raises ViewNotFound. The rows and the log of the view go with it."""
         with self._lock:
             self._view(project, name)
+            self._record("drop-view", {"project": project, "name": name})
             del self._views[project, name]
             del self._created_ms["view", project, name]
 
@@ -541,20 +568,27 @@ class Store:
             target = self._view(project, view)
             checked = self._check_write(target, batch, version, ts)
             arrival = self._arrivals
+            entry = _Entry(arrival, self._monotonic_ms(), version, ts, checked.batch, client, request_id)
+            written_ms = max(self.now_ms(), self._written_ms[-1] if self._written_ms else 0)
+            # One field per setting of a write: DurableStore reads them back.
+            fields = {"project": project, "view": view, "version": version, "ts": ts, "client": client}
+            fields |= {"request_id": request_id, "written_ms": written_ms, "t_ms": entry.t_ms}
+            self._record("write", fields, checked.batch)
             self._arrivals += 1
-            self._written_ms.append(max(self.now_ms(), self._written_ms[-1] if self._written_ms else 0))
-            if not checked.batch.num_rows:
-                return WriteResult(0, arrival)
-            tables = target.versions.setdefault(version, {})
-            for pk, rows, dim in checked.groups:
-                if pk not in tables:
-                    tables[pk] = _Rows(dim)
-                tables[pk].append(_Pending(checked.keys[rows], ts, arrival, checked.values(rows, dim)))
-            target.high_water[version] = max(ts, target.high_water.get(version, 0))
-            if self._history:
-                entry = _Entry(arrival, self._monotonic_ms(), version, ts, checked.batch, client, request_id)
-                target.entries.append(entry)
+            self._written_ms.append(written_ms)
+            if checked.batch.num_rows:
+                self._append(target, checked, entry)
             return WriteResult(checked.batch.num_rows, arrival)
+
+    def _append(self, target: _View, checked: _Batch, entry: _Entry) -> None:
+        tables = target.versions.setdefault(entry.version, {})
+        for pk, rows, dim in checked.groups:
+            if pk not in tables:
+                tables[pk] = _Rows(dim)
+            tables[pk].append(_Pending(checked.keys[rows], entry.ts, entry.arrival, checked.values(rows, dim)))
+        target.high_water[entry.version] = max(entry.ts, target.high_water.get(entry.version, 0))
+        if self._history:
+            target.entries.append(entry)
 
     def check_write(self, project: str, view: str, batch: pa.RecordBatch | pa.Table, *, version: str, ts: int) -> None:
         """Raise what ``write`` would raise, and change nothing."""
@@ -666,6 +700,27 @@ class Store:
         """Versions that hold rows, in order of their first write."""
         with self._lock:
             return list(self._view(project, view).versions)
+
+    def as_of(self, project: str, view: str, *, writes: int = 0, age_ms: float = 0) -> Store:
+        """A store apart whose only view holds what this one held ``writes`` writes and ``age_ms`` ms ago: what a stale
+        reader sees. Costs a replay of the view's log. Raises ViewNotFound, InvalidParameter (a store without history).
+        """
+        with self._lock:
+            target = self._view(project, view)
+            if not self._history:
+                raise InvalidParameter("this store keeps no history, so the past cannot be read")
+            past = Store(self.now_ms, monotonic_ms=self._monotonic_ms, projects=[project])
+            past._numbers = self._numbers  # shared: an object has one number
+            for entity in self.entities(project):
+                past.create_entity(entity)
+            past.create_view(target.spec)
+            past._created_ms = dict(self._created_ms)
+            past._written_ms = list(self._written_ms)
+            cut_ms = self.now_ms() - age_ms
+            for entry in target.entries[: len(target.entries) - writes] if writes < len(target.entries) else ():
+                if self._written_ms[entry.arrival] <= cut_ms:
+                    past._append(past._view(project, view), check_batch(target.spec, entry.batch), entry)
+            return past
 
     def log(self, project: str, view: str) -> pa.Table:
         """Every row ever written to the view, superseded ones too, in arrival order (``log_schema``)."""

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import _thread
 import base64
 import json
 import time
+from collections.abc import Callable
 from typing import Any, Final, NoReturn, Protocol
 from urllib.parse import quote
 
 import msgspec
 import pyarrow as pa
 
-from ..errors import ERRORS, Applied, FakeError, code_for_status
-from ..server.faults import FaultPlan, ResetFault, StatusFault, Strike
+from ..errors import ERRORS, Applied, FakeError, InvalidToken, code_for_status
+from ..server.faults import (
+    DuplicateFault,
+    FaultPlan,
+    ReorderFault,
+    SchemaChangedFault,
+    SlowBodyFault,
+    StaleReadFault,
+    Strike,
+    TokenRevokedFault,
+    Turns,
+    ViewDeletedFault,
+)
 from ..server.wire import rows_to_batch
-from ..store import EntitySpec, Store, ViewSpec
+from ..store import EntitySpec, Snapshot, Store, ViewSpec, other_type
 
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 30.0
@@ -83,71 +96,113 @@ class StoreTransport:
         self._store = store
         self._username = username
         self._plan = plan or FaultPlan()
+        self._turns = Turns()
 
-    def _call(self, route: str, group: str, effect: Any) -> Any:
+    def _call(
+        self, route: str, group: str, effect: Callable[[Strike, Store], Any], view: ViewSpec | None = None
+    ) -> Any:
+        """Run ``effect(strike, store)`` among the faults that are due; ``view`` is the one a request names."""
         strike = self._plan.strike(route, group, self._username)
         self._suffer(strike, "before-commit")
+        self._hold(strike)
         try:
-            result = effect(strike)
+            result = effect(strike, self._prepare(strike, view))
+            self._turns.passed(route, group, self._username, _thread.get_ident())
         except FakeError as error:
             raise TransportError(error.code, str(error)) from None
+        if isinstance(strike.main, DuplicateFault):
+            # Here, not later: in process there is nobody to deliver it once this call has returned.
+            time.sleep(strike.main.delay_ms / 1000)
+            effect(strike, self._store)
         self._suffer(strike, "after-commit")
+        self._befall(strike, result)
         return result
+
+    def _prepare(self, strike: Strike, view: ViewSpec | None) -> Store:
+        """The store that the effect sees, after what a fault does to it."""
+        main = strike.main
+        if isinstance(main, TokenRevokedFault):
+            raise InvalidToken(f"planned fault {main.id}")
+        if view is not None and isinstance(main, ViewDeletedFault | SchemaChangedFault):
+            current = self._store.view(view.project, view.name)
+            self._store.drop_view(view.project, view.name)
+            if isinstance(main, SchemaChangedFault):
+                self._store.create_view(other_type(current))
+        if view is not None and isinstance(main, StaleReadFault):
+            return self._store.as_of(view.project, view.name, writes=main.writes, age_ms=main.age_ms)
+        return self._store
+
+    def _hold(self, strike: Strike) -> None:
+        if not isinstance(strike.main, ReorderFault):
+            return
+        passed: list[bool] = []
+        waited_ms = 0.0
+        with self._turns.waiting(strike.main, self._username, _thread.get_ident(), lambda: passed.append(True)):
+            while not passed and waited_ms < strike.main.hold_ms_max:
+                time.sleep(0.001)  # asked again each ms: a simulator's clock knows sleep, not conditions
+                waited_ms += 1
 
     @staticmethod
     def _suffer(strike: Strike, when: Any) -> None:
         if delay_s := strike.delay_s(when):
             time.sleep(delay_s)
-        main = strike.main
-        if isinstance(main, StatusFault) and main.when == when:
+        if fault := strike.refusal(when):
             raise TransportError(
-                code_for_status(main.code),
-                f"planned fault {main.id}",
-                status=main.code,
-                retry_after_s=main.retry_after_s,
+                code_for_status(fault.code or 503),
+                f"planned fault {fault.id}",
+                status=fault.code,
+                retry_after_s=fault.retry_after_s,
             )
-        if isinstance(main, ResetFault) and main.when == when:
-            raise TransportError("ConnectionLost", f"planned fault {main.id}")
+        if strike.breaks(when):
+            raise TransportError("ConnectionLost", f"planned fault {strike.ids[-1]}")
+
+    @staticmethod
+    def _befall(strike: Strike, result: Any) -> None:
+        fault = strike.reply_fault
+        if isinstance(fault, SlowBodyFault):
+            time.sleep(max(64, getattr(result, "nbytes", 0)) / fault.bytes_per_s)  # 64: a small JSON reply
+        elif fault is not None:
+            raise TransportError("ReplyTruncated", f"planned fault {fault.id}", status=200)
 
     def has_project(self, project: str) -> bool:
-        return bool(self._call("list_projects", "control", lambda _: project in self._store.projects()))
+        return bool(self._call("list_projects", "control", lambda *_: project in self._store.projects()))
 
     def entity(self, project: str, name: str) -> EntitySpec | None:
-        def effect(_: Strike) -> EntitySpec | None:
-            return next((spec for spec in self._store.entities(project) if spec.name == name), None)
+        def effect(_: Strike, store: Store) -> EntitySpec | None:
+            return next((spec for spec in store.entities(project) if spec.name == name), None)
 
         found: EntitySpec | None = self._call("list_entities", "control", effect)
         return found
 
     def create_entity(self, spec: EntitySpec) -> None:
-        self._call("create_entity", "control", lambda _: self._store.create_entity(spec))
+        self._call("create_entity", "control", lambda _, store: store.create_entity(spec))
 
     def view(self, project: str, name: str) -> ViewSpec | None:
-        def effect(_: Strike) -> ViewSpec | None:
-            return next((spec for spec in self._store.views(project) if spec.name == name), None)
+        def effect(_: Strike, store: Store) -> ViewSpec | None:
+            return next((spec for spec in store.views(project) if spec.name == name), None)
 
         found: ViewSpec | None = self._call("list_views", "control", effect)
         return found
 
     def create_view(self, spec: ViewSpec) -> None:
-        def effect(_: Strike) -> None:
-            self._store.entity(spec.project, spec.entity)  # the control plane creates no entity on the way
-            self._store.create_view(spec)
+        def effect(_: Strike, store: Store) -> None:
+            store.entity(spec.project, spec.entity)  # the control plane creates no entity on the way
+            store.create_view(spec)
 
         self._call("create_view", "control", effect)
 
     def _write(self, route: str, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None:
         where = {"version": version, "ts": self._store.now_ms() if ts is None else ts}
 
-        def effect(strike: Strike) -> int:
+        def effect(strike: Strike, store: Store) -> int:
             failed = min(strike.rows_failed, batch.num_rows)
-            self._store.check_write(view.project, view.name, batch, **where)  # type: ignore[arg-type]
+            store.check_write(view.project, view.name, batch, **where)  # type: ignore[arg-type]
             if failed < batch.num_rows or not failed:
                 kept = batch.slice(0, batch.num_rows - failed)
-                self._store.write(view.project, view.name, kept, client=self._username, **where)  # type: ignore[arg-type]
+                store.write(view.project, view.name, kept, client=self._username, **where)  # type: ignore[arg-type]
             return failed
 
-        failed = self._call(route, "write", effect)
+        failed = self._call(route, "write", effect, view)
         if failed:
             message = f"the last {failed} of {batch.num_rows} rows were not applied"
             raise TransportError("PartialFailure", message, rows_failed=failed)
@@ -163,29 +218,30 @@ class StoreTransport:
         self._write("write_json", view, batch, version, ts)
 
     def lookup(self, view: ViewSpec, version: str, request: pa.RecordBatch) -> pa.Table:
-        return self._call(
-            "lookup_arrow",
-            "lookup",
-            lambda _: self._store.lookup(view.project, view.name, version, request["pk"], request["sk"]),
-        )
+        def effect(_: Strike, store: Store) -> pa.Table:
+            return store.lookup(view.project, view.name, version, request["pk"], request["sk"])
+
+        return self._call("lookup_arrow", "lookup", effect, view)
 
     def scan(self, view: ViewSpec, version: str) -> pa.Table:
-        return self._call(
-            "scan_snapshot", "scan", lambda _: self._store.snapshot(view.project, view.name, version).table()
-        )
+        def effect(_: Strike, store: Store) -> Snapshot:
+            return store.snapshot(view.project, view.name, version)
+
+        snapshot: Snapshot = self._call("create_snapshot", "scan", effect, view)
+        return self._call("scan_snapshot", "scan", lambda *_: snapshot.table(), view)
 
     def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]:
-        found: tuple[pa.Table, int] = self._call(
-            "iterate_changes", "changes", lambda _: self._store.changes(view.project, view.name, version, ts)
-        )
+        def effect(_: Strike, store: Store) -> tuple[pa.Table, int]:
+            return store.changes(view.project, view.name, version, ts)
+
+        found: tuple[pa.Table, int] = self._call("iterate_changes", "changes", effect, view)
         return found
 
     def high_water_ts(self, view: ViewSpec, version: str) -> int:
-        return int(
-            self._call(
-                "high_water_ts", "changes", lambda _: self._store.high_water_ts(view.project, view.name, version)
-            )
-        )
+        def effect(_: Strike, store: Store) -> int:
+            return store.high_water_ts(view.project, view.name, version)
+
+        return int(self._call("high_water_ts", "changes", effect, view))
 
     def close(self) -> None:
         """Nothing to release."""

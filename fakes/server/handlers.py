@@ -9,8 +9,11 @@ Public wire facts (PROTOCOL.md): the control plane's paths and field names, ``wr
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import json
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -20,15 +23,29 @@ import pyarrow as pa
 from aiohttp import web
 
 from ..errors import (
+    FakeError,
     Injected,
     InvalidParameter,
+    InvalidToken,
     InvalidVersion,
     ProjectNotFound,
     SchemaMismatch,
 )
-from ..store import EntitySpec, ViewSpec, check_version
+from ..store import EntitySpec, ViewSpec, check_version, other_type
 from . import wire
-from .faults import AnyFault, ResetFault, StatusFault, Strike
+from .faults import (
+    AnyFault,
+    DuplicateFault,
+    ReorderFault,
+    ResetFault,
+    SchemaChangedFault,
+    SlowBodyFault,
+    StaleReadFault,
+    Strike,
+    TokenRevokedFault,
+    TruncateFault,
+    ViewDeletedFault,
+)
 from .state import (
     FEATUREDB,
     INSTANCE_ID,
@@ -78,6 +95,7 @@ class Call:
         self.generation = state.generation
         self.body = b""
         self.rows_failed = 0
+        self.reply_fault: ResetFault | TruncateFault | SlowBodyFault | None = None
 
     def path(self, name: str) -> str:
         return self.request.match_info[name]
@@ -104,11 +122,73 @@ class Call:
         self.entry.fault_ids, self.entry.fault = strike.ids, strike.at
         self.rows_failed = strike.rows_failed
         await self._suffer(strike, "before-commit")
+        if isinstance(strike.main, ReorderFault):
+            await self._hold(strike.main)
         with self.state.lock:
             self._check_generation()
-            result = effect()
+            result = self._act(strike, effect)
+            self.state.turns.passed(self.entry.route, self.group, self.entry.client, self.request.protocol)
+        if isinstance(strike.main, DuplicateFault):
+            self._deliver_again(strike.main, effect)
         await self._suffer(strike, "after-commit")
+        self.reply_fault = strike.reply_fault
         return result
+
+    def _act(self, strike: Strike, effect: Callable[[], T]) -> T:
+        """The effect, after what a fault does to the view or the token, or on the past that a stale read sees."""
+        main, state = strike.main, self.state
+        if isinstance(main, TokenRevokedFault):
+            state.token = uuid.uuid4().hex
+            raise InvalidToken("the Authorization header is not the datasource's current token: it was replaced")
+        if isinstance(main, ViewDeletedFault | SchemaChangedFault):
+            spec = state.store.view(self.path("schema"), self.path("table"))
+            state.store.drop_view(spec.project, spec.name)
+            if isinstance(main, SchemaChangedFault):
+                state.store.create_view(other_type(spec))
+        if not isinstance(main, StaleReadFault):
+            return effect()
+        if self.entry.route == "online_features":
+            spec = state.view(self.path("view"))
+        else:
+            spec = state.store.view(self.path("schema"), self.path("table"))
+        # Handlers read through call.state, whatever they read: for the time of the effect it shows the past.
+        self.state = copy.copy(state)
+        self.state.store = state.store.as_of(spec.project, spec.name, writes=main.writes, age_ms=main.age_ms)
+        try:
+            return effect()
+        finally:
+            self.state = state
+
+    async def _hold(self, fault: ReorderFault) -> None:
+        passed = asyncio.Event()
+        waiting = self.state.turns.waiting(fault, self.entry.client, self.request.protocol, passed.set)
+        with waiting, contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(passed.wait(), fault.hold_ms_max / 1000)
+
+    def _deliver_again(self, fault: DuplicateFault, effect: Callable[[], object]) -> None:
+        first = self.entry
+
+        def deliver() -> None:
+            with self.state.lock:
+                if self.generation != self.state.generation:
+                    return
+                again = self.state.open_entry(first.route)
+                for name in ("request_id", "client", "rows", "version", "ts", "fault", "fault_ids"):
+                    setattr(again, name, getattr(first, name))
+                again.delivery, again.fate = 2, "no"
+                self.entry = again  # the effect notes its fate here
+                try:
+                    effect()
+                except FakeError as error:  # the view was dropped meanwhile
+                    again.code = error.code
+                finally:
+                    self.entry = first
+                self.state.close_entry(again, self.generation)
+
+        if fault.delay_ms:
+            asyncio.get_running_loop().call_later(fault.delay_ms / 1000, deliver)
+        else:
+            deliver()
 
     def _check_generation(self) -> None:
         if self.generation != self.state.generation:
@@ -117,9 +197,9 @@ class Call:
     async def _suffer(self, strike: Strike, when: Any) -> None:
         if delay_s := strike.delay_s(when):
             await asyncio.sleep(delay_s)
-        if isinstance(strike.main, StatusFault) and strike.main.when == when:
-            raise Injected(strike.main.code, f"planned fault {strike.main.id}", strike.main.retry_after_s)
-        if isinstance(strike.main, ResetFault) and strike.main.when == when:
+        if fault := strike.refusal(when):
+            raise Injected(fault.code or 503, f"planned fault {fault.id}", fault.retry_after_s)
+        if strike.breaks(when):
             raise Broken
 
 
@@ -519,12 +599,13 @@ def _write_mode(mode: Any) -> None:
 
 
 async def _write(call: Call, spec: ViewSpec, batch: pa.RecordBatch, version: str, ts: int) -> Reply:
-    entry, store = call.entry, call.state.store
+    store = call.state.store
     if not batch.num_rows:
         raise InvalidParameter("a write without rows")
-    entry.rows, entry.version, entry.ts, entry.fate = batch.num_rows, version, ts, "no"
+    call.entry.rows, call.entry.version, call.entry.ts, call.entry.fate = batch.num_rows, version, ts, "no"
 
     def effect() -> int:
+        entry = call.entry  # that of the delivery under way
         failed = min(call.rows_failed, batch.num_rows)
         kept = batch.slice(0, batch.num_rows - failed)
         if failed:
@@ -540,6 +621,7 @@ async def _write(call: Call, spec: ViewSpec, batch: pa.RecordBatch, version: str
 
     failed = await call.commit(effect)
     if failed:
+        entry = call.entry
         entry.code = "PartialFailure"
         message = f"the last {failed} of {batch.num_rows} rows were not applied"
         body = {"Code": entry.code, "Message": message, "RowsWritten": entry.rows_applied, "RowsFailed": failed}

@@ -222,8 +222,8 @@ async def _send_struck(
         size = max(1, int(fault.bytes_per_s / 10))
         for start in range(0, len(body), size):
             part = body[start : start + size]
-            await response.write(part)
             await asyncio.sleep(len(part) / fault.bytes_per_s)
+            await response.write(part)
         await response.write_eof()
         return response
     kept = len(body) // 2 if isinstance(fault, ResetFault) else min(fault.bytes_kept, len(body) - 1)
