@@ -58,7 +58,7 @@ ROUTES: Final[dict[str, tuple[str, ...]]] = {
         "get_datasource",
     ),
     "write": ("write_json", "write_arrow"),
-    "lookup": ("lookup_arrow",),
+    "lookup": ("lookup_arrow", "batch_get_kkv", "batch_get_kv2"),
     "scan": ("create_snapshot", "scan_snapshot"),
     "changes": ("iterate_changes", "high_water_ts"),
     "health": ("health",),

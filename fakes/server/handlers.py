@@ -1,9 +1,9 @@
 """What each route does. A handler gets a Call, checks it, and puts its effect inside ``call.commit``: faults act there,
 so a request that is refused for its own sake strikes no fault. Replies are sent by routes.py.
 
-Public wire facts (PROTOCOL.md): the control plane's paths and field names, ``write``, ``snapshots``, ``scan`` and
-``iterate_get_kv``. Ours: ``write_arrow``, ``lookup_arrow``, ``/_admin``, and the query parameters ``version`` and
-``ts`` wherever they appear.
+Public wire facts (PROTOCOL.md): the control plane's paths and field names, ``write``, ``batch_get_kkv``,
+``batch_get_kv2``, ``snapshots``, ``scan`` and ``iterate_get_kv``. Ours: ``write_arrow``, ``lookup_arrow``, ``/_admin``,
+and the query parameters ``version`` and ``ts`` wherever they appear.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import (
     SchemaMismatch,
 )
 from ..store import EntitySpec, ViewSpec, check_version, other_type
-from . import wire
+from . import flat, wire
 from .faults import (
     AnyFault,
     DuplicateFault,
@@ -667,6 +667,61 @@ async def lookup_arrow(call: Call) -> Reply:
 
     table = await call.commit(effect)
     return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM)
+
+
+def _read_version(call: Call, spec: ViewSpec) -> str:
+    """Ours: published clients name no version, so one that is not named is the only one there is."""
+    versions = call.state.store.versions(spec.project, spec.name)
+    if call.query("version") is None and len(versions) == 1:
+        call.entry.version = versions[0]
+        return versions[0]
+    return _version(call)
+
+
+def _strings(body: dict[str, Any], name: str) -> list[str]:
+    texts = body.get(name)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter(f"{name}: want a list of strings")
+    if len(texts) > flat.KEYS_MAX:
+        raise InvalidParameter(f"{name}: {len(texts)} are over {flat.KEYS_MAX}: ask for fewer")
+    return texts
+
+
+async def batch_get_kkv(call: Call) -> Reply:
+    """The newest rows of each pk: ``{"pks": [...], "length": n, "with_value": bool}``; FlatBuffers blocks (flat.py)."""
+    spec = _table(call)
+    version = _read_version(call, spec)
+    body = call.json()
+    pks, length, with_value = _strings(body, "pks"), body.get("length", 0), body.get("with_value", True)
+    if type(length) is not int or not 0 <= length < 2**31 or type(with_value) is not bool:
+        raise InvalidParameter("length: want an integer from 0 (all rows); with_value: want true or false")
+    pks = list(dict.fromkeys(pks))
+    snapshot = await call.commit(
+        lambda: call.state.store.snapshot(spec.project, spec.name, version, tables=pks),
+    )
+    call.entry.rows = len(pks)
+    return Reply(flat.kkv_blocks(snapshot, pks, length, with_value), flat.OCTET_STREAM)
+
+
+async def batch_get_kv2(call: Call) -> Reply:
+    """One value per key: ``{"keys": [...]}``, at most ``batch_size`` in a block; FlatBuffers blocks (flat.py)."""
+    spec = _table(call)
+    version = _read_version(call, spec)
+    keys = _strings(call.json(), "keys")
+    batch_size = call.query_int("batch_size", max(1, len(keys)), 1, flat.KEYS_MAX)
+    if call.query("encoder"):
+        raise InvalidParameter("encoder: only the empty one is known")
+    pks, sks = flat.split_keys(keys)
+    call.entry.rows = len(keys)
+    table = await call.commit(
+        lambda: call.state.store.lookup(spec.project, spec.name, version, pks, pa.array(sks, pa.int64())),
+    )
+    names, numbers = table.column("pk").to_pylist(), table.column("sk").to_pylist()
+    found, row = [], 0
+    for key in zip(pks, sks, strict=True):  # the table holds what was found, in this order
+        found.append(row < len(names) and (names[row], numbers[row]) == key)
+        row += found[-1]
+    return Reply(flat.kv_blocks(table, found, batch_size), flat.OCTET_STREAM)
 
 
 async def create_snapshot(call: Call) -> Reply:

@@ -70,7 +70,11 @@ WRITE: Final = (
     ("POST", _T + "/write", "write_json", handlers.write_json),
     ("POST", _T + "/write_arrow", "write_arrow", handlers.write_arrow),
 )
-LOOKUP: Final = (("POST", _T + "/lookup_arrow", "lookup_arrow", handlers.lookup_arrow),)
+LOOKUP: Final = (
+    ("POST", _T + "/lookup_arrow", "lookup_arrow", handlers.lookup_arrow),
+    ("POST", _T + "/batch_get_kkv", "batch_get_kkv", handlers.batch_get_kkv),
+    ("POST", _T + "/batch_get_kv2", "batch_get_kv2", handlers.batch_get_kv2),
+)
 SCAN: Final = (
     ("POST", _T + "/snapshots", "create_snapshot", handlers.create_snapshot),
     ("GET", _T + "/snapshots/{snapshot}/scan", "scan_snapshot", handlers.scan_snapshot),
