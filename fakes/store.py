@@ -425,7 +425,8 @@ class Store:
         for name in projects:
             check_name("project", name)
         with self._lock:
-            self._record("reset", {"projects": list(projects)})
+            now_ms = self.now_ms()
+            self._record("reset", {"projects": list(projects), "now_ms": now_ms})
             self._created_ms: dict[tuple[str, ...], int] = {}
             self._entities: dict[tuple[str, str], EntitySpec] = {}
             self._views: dict[tuple[str, str], _View] = {}
@@ -433,15 +434,15 @@ class Store:
             self._written_ms: list[int] = []  # by arrival; never falls, so that one bisect answers TTL
             self._numbers: dict[tuple[str, ...], int] = {}
             for name in dict.fromkeys(projects):
-                self._created("project", name)
+                self._created(now_ms, "project", name)
 
     def _record(self, kind: str, fields: dict[str, Any], batch: pa.RecordBatch | None = None) -> None:
         """Called under the lock with every change that has passed its checks, before it is made. Here: nothing; a
         durable store writes it down, and by raising keeps it from being made.
         """
 
-    def _created(self, *key: str) -> None:
-        self._created_ms[key] = self.now_ms()
+    def _created(self, now_ms: int, *key: str) -> None:
+        self._created_ms[key] = now_ms
         self._numbers.setdefault(key, 1 + sum(other[0] == key[0] for other in self._numbers))
 
     def number_of(self, *key: str) -> int:
@@ -458,8 +459,9 @@ class Store:
         with self._lock:
             if ("project", name) in self._created_ms:
                 raise AlreadyExists(f"project {name} exists")
-            self._record("create-project", {"name": name})
-            self._created("project", name)
+            now_ms = self.now_ms()
+            self._record("create-project", {"name": name, "now_ms": now_ms})
+            self._created(now_ms, "project", name)
 
     def projects(self) -> list[str]:
         with self._lock:
@@ -478,9 +480,10 @@ class Store:
                 self.entity(spec.project, spec.parent)
             if (spec.project, spec.name) in self._entities:
                 raise AlreadyExists(f"entity {spec.name} exists in project {spec.project}")
-            self._record("create-entity", msgspec.to_builtins(spec))
+            now_ms = self.now_ms()
+            self._record("create-entity", {**msgspec.to_builtins(spec), "now_ms": now_ms})
             self._entities[spec.project, spec.name] = spec
-            self._created("entity", spec.project, spec.name)
+            self._created(now_ms, "entity", spec.project, spec.name)
 
     def entity(self, project: str, name: str) -> EntitySpec:
         """Raises EntityNotFound."""
@@ -515,9 +518,10 @@ class Store:
                 self.create_entity(EntitySpec(spec.project, spec.entity, f"{spec.entity}_id"))
             if (spec.project, spec.name) in self._views:
                 raise AlreadyExists(f"view {spec.name} exists in project {spec.project}")
-            self._record("create-view", msgspec.to_builtins(spec))
+            now_ms = self.now_ms()
+            self._record("create-view", {**msgspec.to_builtins(spec), "now_ms": now_ms})
             self._views[spec.project, spec.name] = _View(spec)
-            self._created("view", spec.project, spec.name)
+            self._created(now_ms, "view", spec.project, spec.name)
 
     def view(self, project: str, name: str) -> ViewSpec:
         """Raises ViewNotFound."""
