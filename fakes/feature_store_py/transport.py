@@ -6,7 +6,7 @@ import _thread
 import base64
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn, Protocol
 from urllib.parse import quote
 
@@ -26,11 +26,12 @@ from ..server.faults import (
     Turns,
     ViewDeletedFault,
 )
-from ..server.wire import rows_to_batch
+from ..server.wire import arrow_chunks, rows_to_batch
 from ..store import EntitySpec, Snapshot, Store, ViewSpec, other_type
 
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 30.0
+WINDOW_BYTES: Final = 4 * 2**20  # a batch over this is sent in pieces
 POOL_SIZE: Final = 16  # idle connections kept; more are made when more workers need them
 VIEW_TYPE: Final = "DynamicEmbedding"  # ours: not in the public documentation
 
@@ -83,6 +84,20 @@ def to_ipc(batch: pa.RecordBatch) -> pa.Buffer:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
+
+
+def to_ipc_windows(batch: pa.RecordBatch, window_bytes: int = WINDOW_BYTES) -> tuple[int, Iterator[bytes]]:
+    """An Arrow IPC stream holding the batch in pieces of about ``window_bytes``: its length, and its chunks of bytes.
+
+    Only one chunk exists at a time. The length is known first, so that a store can refuse a body before it is sent.
+    """
+    rows = max(1, batch.num_rows * window_bytes // max(1, batch.nbytes))
+    starts = range(0, batch.num_rows, rows)
+    counter = pa.MockOutputStream()
+    with pa.ipc.new_stream(counter, batch.schema) as writer:
+        for start in starts:
+            writer.write_batch(batch.slice(start, rows))
+    return counter.size(), arrow_chunks(batch.schema, (batch.slice(start, rows) for start in starts))
 
 
 class StoreTransport:
@@ -264,6 +279,7 @@ class HttpTransport:
         username: str,
         password: str,
         read_timeout_s: float = READ_TIMEOUT_S,
+        ca_file: str | None = None,
     ) -> None:
         import urllib3
         from alibabacloud_paifeaturestore20230621 import models
@@ -283,7 +299,8 @@ class HttpTransport:
                 protocol=protocol,
                 # The published client sends even loopback requests to HTTP_PROXY. Only another proxy overrides that,
                 # so the fake is named as its own: it understands the absolute form of such requests.
-                http_proxy=f"http://{address}" if _is_loopback(address) else None,
+                http_proxy=f"http://{address}" if _is_loopback(address) and protocol == "HTTP" else None,
+                ca=ca_file,
                 connect_timeout=int(CONNECT_TIMEOUT_S * 1000),
                 read_timeout=int(read_timeout_s * 1000),
                 global_parameters=GlobalParameters(headers={"x-deltaproof-client": username} if username else {}),
@@ -293,6 +310,7 @@ class HttpTransport:
             num_pools=4,
             maxsize=POOL_SIZE,
             retries=False,
+            ca_certs=ca_file,
             timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=read_timeout_s),
         )
         self._login = base64.b64encode(f"{username}:{password}".encode()).decode()
@@ -406,7 +424,9 @@ class HttpTransport:
         )
         self._ask("create_feature_view", self._instance, request)
 
-    def _data(self, method: str, view: ViewSpec, path: str, query: dict[str, Any], body: Any = None) -> Any:
+    def _data(
+        self, method: str, view: ViewSpec, path: str, query: dict[str, Any], body: Any = None, extra: Any = None
+    ) -> Any:
         """One data-plane call: the urllib3 response of a 200. Raises TransportError."""
         import urllib3
         from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, ReadTimeoutError
@@ -414,7 +434,7 @@ class HttpTransport:
         parts = "/".join(quote(part, safe="") for part in (self._instance, view.project, view.name))
         text = "&".join(f"{key}={quote(str(value), safe='')}" for key, value in query.items() if value is not None)
         url = f"{self._address}/api/v1/tables/{parts}/{path}?{text}"
-        headers = {"Authorization": self._token, "Auth": self._login}
+        headers = {"Authorization": self._token, "Auth": self._login, **(extra or {})}
         try:
             response = self._pool.request(method, url, body=body, headers=headers, preload_content=False)
         except (NewConnectionError, ConnectTimeoutError) as error:
@@ -438,7 +458,11 @@ class HttpTransport:
 
     def write_arrow(self, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None:
         query = {"version": version, "write_mode": "MERGE", "ts": ts}
-        self._data("POST", view, "write_arrow", query, memoryview(to_ipc(batch)))
+        if batch.nbytes <= WINDOW_BYTES:
+            self._data("POST", view, "write_arrow", query, memoryview(to_ipc(batch)))
+        else:
+            length, chunks = to_ipc_windows(batch)
+            self._data("POST", view, "write_arrow", query, chunks, {"Content-Length": str(length)})
 
     def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None:
         request: dict[str, Any] = {"content": msgspec.Raw(rows), "write_mode": "MERGE", "version": version}

@@ -93,7 +93,7 @@ class Call:
         self.entry = entry
         self.group = group
         self.generation = state.generation
-        self.body = b""
+        self.body: Any = b""  # bytes, or a pa.Buffer on Arrow routes
         self.rows_failed = 0
         self.reply_fault: ResetFault | TruncateFault | SlowBodyFault | None = None
 
@@ -772,6 +772,13 @@ async def health(call: Call) -> Reply:
 
 
 # Admin (ours; loopback only)
+
+
+async def status_page(call: Call) -> Reply:
+    """The page for people: see status.py."""
+    from . import status
+
+    return Reply(memoryview(status.page(call.state)), "text/html; charset=utf-8", headers=status.HEADERS)
 
 
 async def admin_reset(call: Call) -> Reply:

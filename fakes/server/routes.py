@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+import pyarrow as pa
 from aiohttp import hdrs, web
 
 from ..errors import (
@@ -34,6 +35,8 @@ STATE: Final = web.AppKey("state", ServerState)
 BODY_BYTES_MAX: Final = 64 * 2**20  # data plane
 CONTROL_BYTES_MAX: Final = 2**20
 BODY_TIMEOUT_S: Final = 30.0
+
+ARROW_BODIES: Final = ("write_arrow", "lookup_arrow")  # never made into Python objects
 
 Handler = Callable[[Call], Awaitable[Reply]]
 
@@ -85,6 +88,7 @@ CHANGES: Final = (
 )
 HEALTH: Final = (("GET", "/health", "health", handlers.health),)
 ADMIN: Final = (
+    ("GET", "/", "status_page", handlers.status_page),
     ("POST", "/_admin/reset", "admin_reset", handlers.admin_reset),
     ("PUT", "/_admin/faults", "admin_set_faults", handlers.admin_set_faults),
     ("GET", "/_admin/faults", "admin_get_faults", handlers.admin_get_faults),
@@ -136,22 +140,30 @@ def identify(state: ServerState, request: web.Request, group: str) -> str:
     return state.login(request.headers.get("Authorization"), request.headers.get("Auth"))
 
 
-async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> bytes:
-    if request.content_length is not None and request.content_length > bytes_max:
-        raise BodyTooLarge(f"a body of {request.content_length} bytes is over this route's {bytes_max}")
-    parts, size = [], 0
+async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> pa.Buffer:
+    """The body, in Arrow's memory, which batches decoded from it go on using: Python holds one network chunk of it."""
+    length = request.content_length
+    if length is not None and length > bytes_max:
+        raise BodyTooLarge(f"a body of {length} bytes is over this route's {bytes_max}")
+    if not length or hdrs.CONTENT_ENCODING in request.headers:
+        sink: Any = pa.BufferOutputStream()
+        whole = None
+    else:
+        whole = pa.allocate_buffer(length)
+        sink = pa.FixedSizeBufferWriter(whole)
+    size = 0
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.content.iter_any():
                 size += len(chunk)
                 if size > bytes_max:
                     raise BodyTooLarge(f"the body is over this route's {bytes_max} bytes")
-                parts.append(chunk)
+                sink.write(chunk)
     except TimeoutError:
         raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
     except (web.RequestPayloadError, ValueError) as error:
         raise MalformedBody(f"the body cannot be read ({type(error).__name__})") from None
-    return b"".join(parts)
+    return sink.getvalue() if whole is None else whole.slice(0, size)
 
 
 def _endpoint(
@@ -165,7 +177,8 @@ def _endpoint(
             entry.client = identify(state, request, group)
             if group == "control" and "instance" in request.match_info:
                 state.check_instance(request.match_info["instance"])
-            call.body = await _read_body(request, bytes_max, body_timeout_s)
+            body = await _read_body(request, bytes_max, body_timeout_s)
+            call.body = body if name in ARROW_BODIES else body.to_pybytes()
             if group == "control":
                 check_content(request.headers, call.body)
             reply = await handler(call)
@@ -284,13 +297,51 @@ async def _errors_as_json(
 
 
 class HttpConnection(web.RequestHandler):
-    """A connection whose protocol errors (bad request line, oversized headers) have the service's error shape too."""
+    """A connection whose protocol errors (bad request line, oversized headers) have the service's error shape too.
 
-    __slots__ = ()
+    A client that takes longer than ``head_timeout_s`` from its first byte (or its connecting) to the end of a request's
+    head is cut off; aiohttp itself would wait for ever. Between requests a connection may rest.
+    """
+
+    __slots__ = ("_head_timeout_s", "_head_timer")
+
+    def __init__(self, *arguments: Any, head_timeout_s: float = BODY_TIMEOUT_S, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        heads = self._request_count
+        super().data_received(data)
+        if self._request_count > heads:
+            self._forget_timer()
+        elif self._head_timer is None and self._current_request is None and not self._messages:
+            self._await_head()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self._forget_timer()
+        super().connection_lost(error)
+
+    def _await_head(self) -> None:
+        self._head_timer = asyncio.get_running_loop().call_later(self._head_timeout_s, self._cut_off)
+
+    def _forget_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _cut_off(self) -> None:
+        self._head_timer = None
+        if self.transport is not None and self._current_request is None and not self._messages:
+            self.transport.abort()
 
     def log_exception(self, *args: Any, exc_info: Any = None, **keywords: Any) -> None:
-        """A client that leaves while the rest of its refused body is awaited is no news."""
-        if not isinstance(exc_info, ConnectionError):
+        """A client that leaves, or sends rubbish, while the rest of its refused body is awaited is no news."""
+        if not isinstance(exc_info, ConnectionError | web.RequestPayloadError):
             super().log_exception(*args, exc_info=exc_info, **keywords)
 
     def handle_error(

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
+import ssl
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import pyarrow as pa
 from aiohttp import web
 
+from ..durable import DurableStore, Fsync
 from ..store import Store
 from .faults import AnyFault, FiredFault
 from .handlers import RUNNER, hang_up
 from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, HttpConnection, make_app
 from .signature import Accounts, Verifier
 from .state import DEFAULT_TOKEN, RequestEntry, ServerState
+from .tls import Certificate, self_signed
 
 START_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 10.0
@@ -60,7 +66,11 @@ def _bind(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def _serving(
-    state: ServerState, sock: socket.socket, body_bytes_max: int, body_timeout_s: float
+    state: ServerState,
+    sock: socket.socket,
+    body_bytes_max: int,
+    body_timeout_s: float,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[web.Application]:
     """Serve on ``sock`` inside the block; afterwards it is closed and every connection is broken."""
     app = make_app(state, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
@@ -70,8 +80,9 @@ async def _serving(
     server, loop = runner.server, asyncio.get_running_loop()
     assert server is not None  # set by setup()
     listener = await loop.create_server(
-        lambda: HttpConnection(server, loop=loop, access_log=None),  # type: ignore[arg-type]  # None: no access log
+        lambda: HttpConnection(server, loop=loop, access_log=None, head_timeout_s=body_timeout_s),
         sock=sock,
+        ssl=tls,
     )
     try:
         yield app
@@ -85,12 +96,20 @@ def _address(sock: socket.socket) -> tuple[str, int]:
     return (f"[{host}]" if ":" in host else host), port
 
 
+def kept_store(folder: str | os.PathLike[str], fsync: Fsync = "os") -> DurableStore:
+    """The store in ``folder`` on the host's clocks. Raises DataDirError (in use, damaged, not writable)."""
+    return DurableStore(
+        folder, lambda: time.time_ns() // 1_000_000, monotonic_ms=lambda: time.monotonic() * 1000, fsync=fsync
+    )
+
+
 class FeatureStoreServer:
     """The server in a background thread: ``with FeatureStoreServer() as server: … server.endpoint``.
 
     ``port`` 0 takes a free port. ``store`` may be given to share one. ``accounts`` may sign control-plane requests,
     ``{access key id: secret}`` or ``signature.Accounts``; by default ``signature.DEFAULT_ACCOUNTS``. ``clock`` (seconds
-    since 1970) is for signatures only. Raises PortInUse from ``start``.
+    since 1970) is for signatures only. ``tls`` True serves HTTPS with a certificate that signs itself, which clients
+    trust by ``ca_file``; a ``tls.Certificate`` names files of your own. Raises PortInUse from ``start``.
     """
 
     def __init__(
@@ -102,10 +121,14 @@ class FeatureStoreServer:
         token: str = DEFAULT_TOKEN,
         accounts: Accounts | Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
+        tls: Certificate | bool = False,
         body_bytes_max: int = BODY_BYTES_MAX,
         body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._host, self._want_port = host, port
+        self._tls = tls
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.ca_file: str | None = None  # of the certificate, once started with tls
         self._limits = (body_bytes_max, body_timeout_s)
         self.state = ServerState(store or wall_store(), token, Verifier(accounts, clock=clock))
         self.port = 0
@@ -121,14 +144,15 @@ class FeatureStoreServer:
 
     def start(self) -> Self:
         """Bind and serve; returns once requests are answered."""
+        context = self._tls_context()
         sock = _bind(self._host, self._want_port)
         host, self.port = _address(sock)
-        self.endpoint = f"{host}:{self.port}"
-        self.state.address = f"http://{self.endpoint}"
+        self.state.address = f"{'https' if context else 'http'}://{host}:{self.port}"
+        self.endpoint = self.state.address if context else f"{host}:{self.port}"
         ready = threading.Event()
         failure: list[BaseException] = []
         self._thread = threading.Thread(
-            target=self._run, args=(sock, ready, failure), name="deltaproof-feature-store", daemon=True
+            target=self._run, args=(sock, context, ready, failure), name="deltaproof-feature-store", daemon=True
         )
         self._thread.start()
         if not ready.wait(START_TIMEOUT_S) or failure:
@@ -136,10 +160,27 @@ class FeatureStoreServer:
             raise RuntimeError(f"the fake Feature Store did not start on {self.endpoint}") from cause
         return self
 
-    def _run(self, sock: socket.socket, ready: threading.Event, failure: list[BaseException]) -> None:
+    def _tls_context(self) -> ssl.SSLContext | None:
+        if not self._tls:
+            return None
+        if isinstance(self._tls, bool):
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="deltaproof-tls-")
+            certificate = self_signed(Path(self._folder.name), self._host)
+        else:
+            certificate = self._tls
+        self.ca_file = str(certificate.cert_file)
+        return certificate.context()
+
+    def _run(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext | None,
+        ready: threading.Event,
+        failure: list[BaseException],
+    ) -> None:
         async def serve() -> None:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            async with _serving(self.state, sock, *self._limits) as self._app:
+            async with _serving(self.state, sock, *self._limits, context) as self._app:
                 ready.set()
                 await self._stop.wait()
 
@@ -160,6 +201,9 @@ class FeatureStoreServer:
             if self._thread.is_alive():
                 raise RuntimeError(f"the fake Feature Store on {self.endpoint} did not stop in {STOP_TIMEOUT_S:g} s")
         self._thread = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -212,25 +256,41 @@ def run_forever(
     store: Store | None = None,
     token: str = DEFAULT_TOKEN,
     accounts: Accounts | Mapping[str, str] | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    fsync: Fsync = "os",
+    tls: Certificate | None = None,
 ) -> None:
-    """Serve in the foreground until SIGINT or SIGTERM; ``ready`` is called with the port. Raises PortInUse, OSError."""
-    sock = _bind(host, port)
-    asyncio.run(_until_stopped(sock, ServerState(store or wall_store(), token, Verifier(accounts)), ready))
+    """Serve in the foreground until SIGINT or SIGTERM; ``ready`` is called with the port.
+
+    ``data_dir`` keeps the content over a restart; ``fsync``: see ``fakes/durable.py``. Raises PortInUse, DataDirError
+    (in use, damaged, not writable), OSError.
+    """
+    context = tls.context() if tls else None
+    with contextlib.ExitStack() as cleanup:
+        if data_dir is not None:
+            store = cleanup.enter_context(kept_store(data_dir, fsync))
+        sock = _bind(host, port)
+        state = ServerState(store or wall_store(), token, Verifier(accounts))
+        asyncio.run(_until_stopped(sock, state, ready, tls=context))
 
 
 async def _until_stopped(
-    sock: socket.socket, state: ServerState, ready: Callable[[int], None] | None, hangup: Connection | None = None
+    sock: socket.socket,
+    state: ServerState,
+    ready: Callable[[int], None] | None,
+    hangup: Connection | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     host, port = _address(sock)
-    state.address = f"http://{host}:{port}"
+    state.address = f"{'https' if tls else 'http'}://{host}:{port}"
     if threading.current_thread() is threading.main_thread():
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         if hangup is None:
             loop.add_signal_handler(signal.SIGINT, stop.set)
     if hangup is not None:
         loop.add_reader(hangup.fileno(), stop.set)
-    async with _serving(state, sock, BODY_BYTES_MAX, BODY_TIMEOUT_S):
+    async with _serving(state, sock, BODY_BYTES_MAX, BODY_TIMEOUT_S, tls):
         if ready is not None:
             ready(port)
         await stop.wait()

@@ -55,8 +55,8 @@ def _is_compressed(metadata: bytes) -> bool:
     return _field(metadata, batch, 3) is not None
 
 
-def read_arrow(body: bytes) -> pa.RecordBatch:
-    """One record batch from an Arrow IPC stream (several batches are joined), fully validated.
+def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
+    """One record batch from an Arrow IPC stream (several batches are joined), fully validated. Refers to ``body``.
 
     Compressed bodies are refused: a few bytes could declare gigabytes. Raises MalformedBody.
     """
