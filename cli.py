@@ -10,10 +10,11 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -248,27 +249,66 @@ def explore(
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps projects, views and every acknowledged write over a restart, even after kill -9.",
+            show_default=False,
+        ),
+    ] = None,
+    fsync: Annotated[
+        str,
+        typer.Option(
+            help="With --data-dir: os hands each write to the operating system before it is acknowledged (a loss of "
+            "power may cost the last seconds), always flushes it to the disk first (slower; survives that too)."
+        ),
+    ] = "os",
+    tls: Annotated[bool, typer.Option("--tls", help="HTTPS, with a certificate that signs itself.")] = False,
+    cert: Annotated[Path | None, typer.Option(help="HTTPS with this PEM certificate.", show_default=False)] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM key of --cert, without passphrase.", show_default=False)] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start the fake Feature Store and print how a client connects. Ends with Ctrl-C."""
+    """Start the fake Feature Store and print how a client connects; a page at / shows what it holds. Ctrl-C ends it."""
+    from .fakes.durable import DataDirError
     from .fakes.server.serve import PortInUse, run_forever
+    from .fakes.server.tls import Certificate, self_signed
+
+    if fsync not in ("os", "always"):
+        raise ScenarioError(f"--fsync {fsync}: want os or always")
+    if (cert is None) != (key is None):
+        raise ScenarioError("--cert and --key go together")
+    cleanup = ExitStack()
+    certificate = Certificate(cert, key) if cert and key else None
+    scheme = "https" if tls or certificate else "http"
 
     def ready(port: int) -> None:
+        ca_file = str(certificate.cert_file) if certificate else None
         if as_json:
-            print(json.dumps({"command": "serve", "host": host, "port": port}), flush=True)
+            found = {"command": "serve", "host": host, "port": port, "scheme": scheme, "ca_file": ca_file}
+            print(json.dumps(found), flush=True)
             return
-        out.print(f"fake Feature Store on http://{host}:{port} (Ctrl-C ends it; nothing is kept)")
+        kept = f"{data_dir} keeps its content" if data_dir else "nothing is kept"
+        out.print(f"fake Feature Store on {scheme}://{host}:{port} (Ctrl-C ends it; {kept})", markup=False)
         out.print(
             Text(
                 "from deltaproof.fakes.feature_store_py import FeatureStoreClient\n"
-                f'client = FeatureStoreClient("deltaproof", "deltaproof", "local", "{host}:{port}", '
-                'featuredb_username="me", featuredb_password="any")'
+                f'client = FeatureStoreClient("deltaproof", "deltaproof", "local", '
+                f'"{"https://" if certificate else ""}{host}:{port}", featuredb_username="me", featuredb_password="any"'
+                + (f', ca_file="{ca_file}")' if ca_file else ")")
             )
         )
 
     try:
-        run_forever(host, port, ready=ready)
-    except PortInUse as error:
+        with cleanup:
+            if tls and certificate is None:
+                folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deltaproof-tls-"))
+                certificate = self_signed(Path(folder), host)
+            run_forever(host, port, ready=ready, data_dir=data_dir, fsync=fsync, tls=certificate)  # type: ignore[arg-type]
+    except (PortInUse, DataDirError) as error:
+        raise ScenarioError(error.strerror or str(error)) from None
+    except OSError as error:
+        if not str(error).startswith("TLS"):
+            raise
         raise ScenarioError(str(error)) from None
 
 

@@ -301,6 +301,7 @@ class DurableStore(Store):
         fsync: Fsync = "os",
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
     ) -> None:
+        self.folder = Path(folder)
         self._journal: Journal | None = None
         self._past: dict[str, Any] | None = None  # of the record that is replayed now
         wall_ms, host_ms = now_ms, monotonic_ms or now_ms
@@ -309,7 +310,7 @@ class DurableStore(Store):
             monotonic_ms=lambda: host_ms() if self._past is None else self._past["t_ms"],
             projects=projects,
         )
-        journal = Journal(Path(folder), fsync=fsync, segment_bytes_max=segment_bytes_max)
+        journal = Journal(self.folder, fsync=fsync, segment_bytes_max=segment_bytes_max)
         try:
             count = 0
             for record in journal.replay():

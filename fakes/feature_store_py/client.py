@@ -273,7 +273,8 @@ def _type_name(kind: Any) -> str:
 class FeatureStoreClient:
     """The SDK's entry. ``endpoint`` "127.0.0.1:PORT" reaches the fake; the data plane is found as real clients do.
 
-    ``read_timeout_s`` (ours) bounds the wait for each reply. Raises ValueError for missing arguments, TransportError.
+    ``read_timeout_s`` (ours) bounds the wait for each reply; ``ca_file`` (ours) is a PEM file of
+    certificates to trust. Raises ValueError for missing arguments, TransportError.
     """
 
     def __init__(
@@ -287,6 +288,7 @@ class FeatureStoreClient:
         featuredb_password: str | None = None,
         *,
         read_timeout_s: float = READ_TIMEOUT_S,
+        ca_file: str | None = None,
         transport: Transport | None = None,
     ) -> None:
         if transport is None:
@@ -305,6 +307,7 @@ class FeatureStoreClient:
                 username=featuredb_username,
                 password=featuredb_password,
                 read_timeout_s=read_timeout_s,
+                ca_file=ca_file,
             )
         self._transport = transport
 

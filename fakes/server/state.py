@@ -89,6 +89,7 @@ class ServerState:
         self.token = self._first_token = token
         self.verifier = verifier or Verifier()
         self.address = ""  # http://host:port, known once the socket is bound
+        self.begun_ms = time.monotonic() * 1000
         self.lock = threading.RLock()
         self.generation = 0  # counts resets: a request that began before one must not write after it
         self.fault_clock_ms: Callable[[], float] = lambda: time.monotonic() * 1000  # of the faults' time windows
