@@ -12,7 +12,7 @@ from alibabacloud_tea_openapi.exceptions import ClientException, ServerException
 from alibabacloud_tea_openapi.utils_models import Config
 
 from deltaproof.fakes.server import FeatureStoreServer
-from deltaproof.fakes.server.faults import StatusFault
+from deltaproof.fakes.server.faults import ROUTES, StatusFault
 from deltaproof.fakes.store import EntitySpec, ViewSpec
 
 from .kit import PROJECT, VERSION, VIEW, make_view, rows
@@ -253,3 +253,30 @@ def test_the_second_project_shows_its_counts(client: Client, instance: str, serv
     make_view(server.store)
     (row,) = client.list_projects(instance, models.ListProjectsRequest(name=PROJECT)).body.projects
     assert (row.feature_entity_count, row.feature_view_count, row.workspace_id) == (1, 1, "1")
+
+
+def test_every_route_of_the_control_plane_is_driven(client: Client, instance: str, server: FeatureStoreServer) -> None:
+    project_id = client.create_project(instance, models.CreateProjectRequest(name="second")).body.project_id
+    client.get_project(instance, project_id)
+    client.list_projects(instance, models.ListProjectsRequest())
+    entity = models.CreateFeatureEntityRequest(project_id=project_id, name="e", join_id="j")
+    entity_id = client.create_feature_entity(instance, entity).body.feature_entity_id
+    client.get_feature_entity(instance, entity_id)
+    client.get_project_feature_entity(instance, project_id, "e")
+    client.list_feature_entities(instance, models.ListFeatureEntitiesRequest())
+    view_id = client.create_feature_view(instance, view_request(project_id, entity_id)).body.feature_view_id
+    fields = [models.UpdateFeatureViewRequestFields(name=f.name, type=f.type, attributes=f.attributes) for f in FIELDS]
+    client.get_feature_view(instance, view_id)
+    client.list_feature_views(instance, models.ListFeatureViewsRequest())
+    client.update_feature_view(instance, view_id, models.UpdateFeatureViewRequest(fields=fields))
+    online = models.ListFeatureViewOnlineFeaturesRequest(join_ids=["t"], config=json.dumps({"version": VERSION}))
+    client.list_feature_view_online_features(instance, view_id, online)
+    table = models.WriteFeatureViewTableRequest(mode="Merge")
+    refused("InvalidParameter", 400, lambda: client.write_feature_view_table(instance, view_id, table))
+    client.delete_feature_view(instance, view_id)
+    client.delete_feature_entity(instance, entity_id)
+    client.list_datasources(instance, models.ListDatasourcesRequest())
+    client.get_datasource(instance, "1")
+    entries = server.requests()
+    assert {entry.route for entry in entries} == set(ROUTES["control"])
+    assert {entry.status for entry in entries if entry.route != "write_table"} == {200}
