@@ -271,7 +271,7 @@ def serve(
     """Start the fake Feature Store and print how a client connects; a page at / shows what it holds. Ctrl-C ends it."""
     from .fakes.durable import DataDirError
     from .fakes.server.serve import PortInUse, run_forever
-    from .fakes.server.tls import Certificate, self_signed
+    from .fakes.server.tls import Certificate, TlsError, self_signed
 
     if fsync not in ("os", "always"):
         raise ScenarioError(f"--fsync {fsync}: want os or always")
@@ -295,7 +295,8 @@ def serve(
                 f'client = FeatureStoreClient("deltaproof", "deltaproof", "local", '
                 f'"{"https://" if certificate else ""}{host}:{port}", featuredb_username="me", featuredb_password="any"'
                 + (f', ca_file="{ca_file}")' if ca_file else ")")
-            )
+            ),
+            soft_wrap=True,  # to be pasted, whatever the width
         )
 
     try:
@@ -304,12 +305,8 @@ def serve(
                 folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deltaproof-tls-"))
                 certificate = self_signed(Path(folder), host)
             run_forever(host, port, ready=ready, data_dir=data_dir, fsync=fsync, tls=certificate)  # type: ignore[arg-type]
-    except (PortInUse, DataDirError) as error:
+    except (PortInUse, DataDirError, TlsError) as error:
         raise ScenarioError(error.strerror or str(error)) from None
-    except OSError as error:
-        if not str(error).startswith("TLS"):
-            raise
-        raise ScenarioError(str(error)) from None
 
 
 @app.command("list")

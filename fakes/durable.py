@@ -157,8 +157,10 @@ class Journal:
         """
         numbers = self._segments()
         begin = next((number for number in reversed(numbers) if self._begins_anew(number)), None)
-        if begin is None and any(self._path(number).stat().st_size > len(_MAGIC) for number in numbers):
-            raise JournalCorrupt(errno.EIO, f"data folder {self.folder}: the first segment is missing or damaged")
+        if begin is None and any(_whole_record_after(self._read(number), 0) is not None for number in numbers):
+            raise JournalCorrupt(
+                errno.EIO, f"{self._path(numbers[0])}: its first record, or a segment before it, is missing or damaged"
+            )
         for number in [number for number in numbers if begin is not None and number < begin]:
             self._path(number).unlink()  # a reset was cut short while it deleted these
             numbers.remove(number)
@@ -169,6 +171,9 @@ class Journal:
         else:
             self._start_segment()
 
+    def _read(self, number: int) -> memoryview:
+        return memoryview(self._path(number).read_bytes())
+
     def _begins_anew(self, number: int) -> bool:
         with self._path(number).open("rb") as file:
             data = memoryview(file.read(_FIRST_BYTES))
@@ -176,8 +181,7 @@ class Journal:
         return found is not None and found[1].meta.get("kind") == RESET
 
     def _replay_segment(self, number: int, *, is_last: bool) -> Iterator[_Record]:
-        path = self._path(number)
-        data = memoryview(path.read_bytes())
+        path, data = self._path(number), self._read(number)
         at = len(_MAGIC)
         if bytes(data[:at]) != _MAGIC:
             if not is_last or not _MAGIC.startswith(bytes(data)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import ipaddress
 import os
 import ssl
@@ -12,6 +13,10 @@ from typing import Final, NamedTuple
 VALID_DAYS: Final = 30
 
 
+class TlsError(OSError):
+    """A certificate or key cannot be used. Causes: no such file, not PEM, not a pair, the key has a passphrase."""
+
+
 class Certificate(NamedTuple):
     """PEM files. A client trusts a self-signed ``cert_file`` by naming it: ``FeatureStoreClient(…, ca_file=…)``."""
 
@@ -19,18 +24,20 @@ class Certificate(NamedTuple):
     key_file: Path
 
     def context(self) -> ssl.SSLContext:
-        """What the server needs. Raises OSError (ssl.SSLError is one) naming the file that cannot be used."""
+        """What the server needs. Raises TlsError naming the file that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for path in self:
             try:
                 path.read_bytes()
             except OSError as error:
-                raise OSError(error.errno, f"TLS: cannot read {path} ({error.strerror})") from None
+                raise TlsError(error.errno, f"TLS: cannot read {path} ({error.strerror})") from None
         try:
             context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
         except (ssl.SSLError, ValueError) as error:
             reason = getattr(error, "reason", None) or str(error)
-            raise OSError(None, f"TLS: {self.cert_file} and {self.key_file} are no usable pair ({reason})") from None
+            raise TlsError(
+                errno.EINVAL, f"TLS: {self.cert_file} and {self.key_file} are no usable pair ({reason})"
+            ) from None
         return context
 
 
@@ -45,6 +52,7 @@ def self_signed(folder: Path, *hosts: str) -> Certificate:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "deltaproof fake Feature Store")])
@@ -79,7 +87,7 @@ def self_signed(folder: Path, *hosts: str) -> Certificate:
         .add_extension(x509.SubjectAlternativeName(names.values()), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.KeyUsage(digital_signature=True, key_cert_sign=True, **usage), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(identifier, critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
         .sign(key, hashes.SHA256())

@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import socket
+import ssl
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -179,6 +181,68 @@ def test_serve_says_where_and_refuses_a_port_in_use(cli) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 0
+
+
+def test_serve_keeps_its_folder_for_itself_and_over_a_kill(cli) -> None:
+    arguments = ["serve", "--json", "--data-dir", "data", "--fsync", "always"]
+    for _ in range(2):
+        process = cli.start(*arguments)
+        try:
+            assert json.loads(process.stdout.readline())["scheme"] == "http"
+            second = cli.run("serve", "--data-dir", "data")
+            assert second.returncode == 2, second
+            assert f"in use by another server (process {process.pid})" in one_line(second.stderr)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=30)
+    segment = max((cli.folder / "data").glob("*.wal"))
+    segment.write_bytes(b"something else")
+    damaged = cli.run(*arguments)
+    assert damaged.returncode == 2, damaged
+    assert segment.name in one_line(damaged.stderr)
+
+
+def test_serve_over_tls_names_the_certificate_to_trust(cli) -> None:
+    process = cli.start("serve", "--json", "--tls")
+    try:
+        found = json.loads(process.stdout.readline())
+        assert found["scheme"] == "https"
+        context = ssl.create_default_context(cafile=found["ca_file"])
+        with (
+            socket.create_connection(("127.0.0.1", found["port"]), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert b"200" in connection.recv(100)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert not Path(found["ca_file"]).exists()
+    text = cli.start("serve", "--tls")
+    try:
+        lines = [text.stdout.readline() for _ in range(3)]
+        assert "https://127.0.0.1:" in lines[0]
+        assert 'ca_file="' in lines[2]
+    finally:
+        text.send_signal(signal.SIGTERM)
+        text.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        (["--fsync", "never"], "want os or always"),
+        (["--cert", "x.pem"], "go together"),
+        (["--cert", "x.pem", "--key", "y.pem"], "cannot read x.pem"),
+        (["--data-dir", "a-file"], "a-file"),
+    ],
+)
+def test_serve_refuses_what_it_cannot_use(cli, arguments: list[str], phrase: str) -> None:
+    (cli.folder / "a-file").write_text("x")
+    done = cli.run("serve", *arguments)
+    assert done.returncode == 2, done
+    assert phrase in one_line(done.stderr)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

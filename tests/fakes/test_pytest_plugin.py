@@ -19,7 +19,8 @@ def test_a_store_of_its_own(feature_store, feature_store_client, number):
     assert feature_store.store.views() == []
     project.create_entity("item", "item_id")
     view = project.create_dynamic_embedding_feature_view("view", "item")
-    batch = pa.table({"embedding_name": ["t"], "key_id": [number], "embedding": pa.array([[1.0]], pa.list_(pa.float32()))})
+    embedding = pa.array([[1.0]], pa.list_(pa.float32()))
+    batch = pa.table({"embedding_name": ["t"], "key_id": [number], "embedding": embedding})
     view.write_features_arrow(batch=batch, version="v1", ts=5)
     assert view.write_flush()["failed_records"] == 0
     assert feature_store.store.rows("deltaproof", "view", "v1") == 1
