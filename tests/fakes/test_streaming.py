@@ -14,8 +14,8 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from deltaproof.fakes.feature_store_py import FeatureStoreClient
-from deltaproof.fakes.feature_store_py.transport import WINDOW_BYTES, to_ipc_windows
+from deltaproof.fakes.feature_store_py import FeatureStoreClient, transport
+from deltaproof.fakes.feature_store_py.transport import WINDOW_BYTES, to_ipc, to_ipc_windows
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.store import write_schema
 
@@ -67,6 +67,11 @@ def test_a_large_upload_leaves_few_python_objects(
         )  # all of client, transport and decoding, before the store's own
         return write(*arguments, **keywords)
 
+    def whole(batch: pa.RecordBatch) -> pa.Buffer:
+        assert batch.nbytes <= WINDOW_BYTES, "a large batch was encoded in one piece"
+        return to_ipc(batch)
+
+    monkeypatch.setattr(transport, "to_ipc", whole)
     monkeypatch.setattr(server.store, "write", observed)
     rss = psutil.Process().memory_info().rss
     tracemalloc.start()  # client and server both run in this process
