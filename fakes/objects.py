@@ -199,7 +199,7 @@ class ObjectStore:
     def start(self) -> Self:
         """Serve on a free port and create the bucket. Raises MissingExtra."""
         try:
-            from moto.server import create_backend_app
+            from moto.moto_server.werkzeug_app import create_backend_app
             from werkzeug.serving import make_server
         except ImportError as error:
             raise MissingExtra(
@@ -358,8 +358,8 @@ class ObjectStore:
 
     def _wait(self, delays: Sequence[DelayFault], when: When) -> None:
         delay_s = sum(fault.delay_ms for fault in delays if fault.when == when) / 1000
-        if delay_s > 0:
-            self._stopping.wait(delay_s)
+        if delay_s > 0 and self._stopping.wait(delay_s):
+            raise ConnectionResetError("the object store stopped while a request was delayed")
 
     def _note(self, operation: str, key: str, status: int, applied: Applied, fault: str | None) -> None:
         entry = ObjectRequest(next(self._sequence), time.monotonic() * 1000, operation, key, status, applied, fault)
@@ -435,11 +435,11 @@ def _call(app: WSGIApplication, environ: WSGIEnvironment) -> tuple[str, list[tup
 
 def _handler_class() -> Any:
     """Werkzeug's request handler (moto's own where it has one), quiet, and able to break a connection."""
-    import moto.server
     import werkzeug.serving
+    from moto.moto_server import werkzeug_app
 
     # Moto has one of its own since 5.2: it keeps headers with underscores, which metadata keys may have.
-    base: Any = getattr(moto.server, "MotoRequestHandler", werkzeug.serving.WSGIRequestHandler)
+    base: Any = getattr(werkzeug_app, "MotoRequestHandler", werkzeug.serving.WSGIRequestHandler)
 
     class Handler(base):
         def log_request(self, *_: Any) -> None:

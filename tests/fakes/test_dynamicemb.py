@@ -67,7 +67,7 @@ class DictTable:
             self.not_stored += 1
             answer[key] = (np.float32(0),) * DIM
         self.clock += len(batch)
-        return [self.rows.get(key, answer.get(key)) for key in batch]
+        return [self.rows[key] if key in self.rows else answer[key] for key in batch]
 
     def insert(self, fresh: dict[int, tuple[tuple, int]], protected: set[int]) -> list[int]:
         """Returns the keys for which there was no room."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -149,7 +152,7 @@ def test_a_reset_is_a_reset_and_not_an_orderly_end(objects: ObjectStore) -> None
     with urllib3.PoolManager(retries=False, timeout=10) as http:
         with pytest.raises(urllib3.exceptions.ProtocolError) as caught:
             http.request("GET", f"{objects.endpoint}/{objects.bucket}/k")
-        assert isinstance(caught.value.args[1], ConnectionResetError)
+        assert type(caught.value.args[1]) is ConnectionResetError  # RemoteDisconnected, of an orderly end, is one too
         assert http.request("GET", f"{objects.endpoint}/{objects.bucket}/k").status == 404
 
 
@@ -168,6 +171,26 @@ def test_faults_strike_by_operation_prefix_skip_and_count_alone(
     assert failed == ["step=2/b"]
     (entry,) = objects.firings()
     assert (entry.seen, entry.fired) == (3, 1)
+
+
+def test_faults_strike_this_store_s_bucket_alone(objects: ObjectStore) -> None:
+    objects.add_fault(ErrorFault(id="all", operation="*"))
+    client = s3(objects)
+    client.list_buckets()
+    client.create_bucket(Bucket="elsewhere")
+    client.delete_bucket(Bucket="elsewhere")
+    assert objects.fired() == {"all": 0}
+
+
+def test_an_error_comes_after_the_body_was_read(objects: ObjectStore) -> None:
+    """A client that is still sending when the connection closes sees a broken pipe and misses the error."""
+    objects.add_fault(ErrorFault(id="early", operation="PutObject"))
+    with socket.create_connection(("127.0.0.1", objects.port), timeout=10) as sock:
+        head = f"PUT /{objects.bucket}/k HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\n\r\n"
+        sock.sendall(head.encode() + b"bo")
+        assert not select.select([sock], [], [], 0.2)[0], "answered before the body was there"
+        sock.sendall(b"dy")
+        assert b" 503 " in sock.recv(100)
 
 
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
@@ -225,14 +248,18 @@ def test_a_delay_waits_and_lets_the_other_fault_apply(objects: ObjectStore, when
     assert objects.fired() == {"late": 1, "failed": 1}
 
 
-def test_stopping_does_not_wait_for_a_delayed_request() -> None:
+def test_stopping_does_not_wait_for_a_delayed_request_and_ends_it() -> None:
     with ObjectStore() as store:
+        threads = set(threading.enumerate())
         store.add_fault(DelayFault(id="late", operation="*", delay_ms=60_000))
         with urllib3.PoolManager(retries=False, timeout=0.2) as http, pytest.raises(urllib3.exceptions.HTTPError):
             http.request("GET", f"{store.endpoint}/{store.bucket}/k")
         started = time.monotonic()
     assert time.monotonic() - started < 5
     assert store.fired() == {"late": 1}
+    while set(threading.enumerate()) - threads:
+        assert time.monotonic() - started < 10, "the delayed request lives on"
+        time.sleep(0.01)
 
 
 def test_impossible_faults_are_refused(objects: ObjectStore) -> None:
@@ -275,6 +302,6 @@ def test_requests_are_named_as_s3_names_them(method: str, target: str, operation
 
 
 def test_without_moto_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "moto.server", None)
+    monkeypatch.setitem(sys.modules, "moto.moto_server.werkzeug_app", None)
     with pytest.raises(MissingExtra, match=r"pip install 'deltaproof\[test\]'"):
         ObjectStore().start()
