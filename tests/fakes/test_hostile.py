@@ -445,7 +445,7 @@ def test_odd_client_names_do_not_reach_the_log(server: FeatureStoreServer, raw: 
 
 
 def test_unknown_routes_and_methods(raw: Raw) -> None:
-    refused(raw("GET", "/"), "RouteNotFound", status=404)
+    refused(raw("GET", "/nowhere"), "RouteNotFound", status=404)
     refused(raw("GET", "/api/v1/../../etc/passwd"), "RouteNotFound", status=404)
     refused(raw("GET", "/api/v1/instances//projects"), "RouteNotFound", status=404)
     refused(raw.data("PATCH", "/write"), "MethodNotAllowed", status=405)

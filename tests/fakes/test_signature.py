@@ -13,6 +13,7 @@ from alibabacloud_paifeaturestore20230621.client import Client
 from alibabacloud_tea_openapi.exceptions import ClientException
 from alibabacloud_tea_openapi.utils_models import Config
 
+from deltaproof.fakes.credentials import TokenVault
 from deltaproof.fakes.errors import ERRORS, FakeError, IncompleteSignature, MissingAuthorization, SignatureNonceUsed
 from deltaproof.fakes.feature_store_py import FeatureStoreClient, TransportError
 from deltaproof.fakes.server import FeatureStoreServer
@@ -102,6 +103,20 @@ def test_wrong_credentials(strict: FeatureStoreServer, change: dict[str, Any], c
 def test_an_expired_token(strict: FeatureStoreServer, clock: Clock) -> None:
     strict.state.verifier = Verifier(Temporary(time.time() - 1), clock=clock)
     refused("InvalidSecurityToken.Expired", openapi(strict))
+
+
+def test_the_credential_endpoint_s_vault_judges(clock: Clock) -> None:
+    vault = TokenVault(clock=clock)
+    with FeatureStoreServer(accounts=vault, clock=clock) as server:
+        token = vault.current()
+        client = openapi(server, token.access_key_id, token.access_key_secret, token.security_token)
+        assert client.list_instances(models.ListInstancesRequest()).body.total_count == 1
+        vault.revoke(token.access_key_id)
+        refused("InvalidSecurityToken.MismatchWithAccessKey", client)
+        short = vault.issue(lifetime_s=1)
+        client = openapi(server, short.access_key_id, short.access_key_secret, short.security_token)
+        clock.offset_s = 2
+        refused("InvalidSecurityToken.Expired", client)
 
 
 @pytest.mark.parametrize(("offset_s", "accepted"), [(-901, False), (-880, True), (880, True), (901, False)])
