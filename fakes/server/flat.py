@@ -78,15 +78,15 @@ def kkv_blocks(snapshot: Snapshot, pks: Sequence[str], length: int, with_value: 
 
     Equal ts: smaller key first. ``length`` 0: all rows. One block is held at a time.
     """
-    runs = dict(snapshot.parts)
+    images = dict(snapshot.parts)
     for pk in pks:
-        if pk not in runs:
+        if pk not in images:
             continue
-        run = runs[pk]
-        newest = np.lexsort((run.keys, -run.ts))[: length or None]
+        image = images[pk]
+        newest = np.argsort(-image.ts[image.order], kind="stable")[: length or None]
         for start in range(0, len(newest), BLOCK_ROWS):
-            rows = newest[start : start + BLOCK_ROWS]
-            yield _kkv_block(pk, run.keys[rows], run.ts[rows], run.values[rows] if with_value else None)
+            keys, ts, values = image.take(newest[start : start + BLOCK_ROWS])
+            yield _kkv_block(pk, keys, ts, values if with_value else None)
 
 
 def kv_blocks(table: pa.Table, found: Sequence[bool], batch_size: int) -> Iterator[bytes]:
