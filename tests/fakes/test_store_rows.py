@@ -1,4 +1,4 @@
-"""The rows of one table under their hash table: against a dictionary, at sizes where it grows, collides and is shared."""
+"""The rows of one table under their hash table, against a dictionary: where it grows, collides and is shared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ KEYS = {
 @pytest.mark.parametrize("kind", sorted(KEYS))
 def test_rows_agree_with_a_dictionary(kind: str) -> None:
     draw = random.Random(kind)
-    store, expected = fresh_store(), {}
+    store = fresh_store()
+    expected: dict[int, tuple[int, float]] = {}
     keys = [key for key in KEYS[kind] if key != -1]
     for number in range(40):
         some = draw.choices(keys, k=draw.choice([1, 7, 400]))
