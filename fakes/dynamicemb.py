@@ -342,7 +342,6 @@ class DynamicTable:
     def _release(self, keys: Keys, slots: Scores, evicted: bool = False) -> None:
         self._index.remove(keys)
         self._rows[slots] = self._stored[slots] = np.nan
-        self._is_stored[slots] = False
         self._free = np.concatenate([self._free, slots[::-1]])
         if evicted and self.options.retain_evicted and len(keys):
             self._evicted.append(keys)

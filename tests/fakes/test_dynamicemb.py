@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from deltaproof.fakes.dynamicemb import DynamicTable, DynamicTableError, TableOptions, ZchMap
 
@@ -101,10 +101,11 @@ BATCHES = st.lists(SOME_KEYS, max_size=12)
 class Machine(RuleBasedStateMachine):
     """A table and the dictionary do the same; everything they answer must be equal, bit for bit."""
 
+    SCORE = "timestamp"
+
     @initialize(
         capacity=st.integers(1, 6),
         small=st.booleans(),
-        score=st.sampled_from(["timestamp", "step", "lfu", "custom"]),
         admit_count=st.sampled_from([1, 1, 2, 3]),
         counter_capacity=st.sampled_from([2, 4, 100]),
         caching=st.booleans(),
@@ -112,7 +113,12 @@ class Machine(RuleBasedStateMachine):
     )
     def make(self, capacity: int, small: bool, **options: Any) -> None:
         chosen = TableOptions(
-            capacity=capacity, init_capacity=1 if small else None, retain_evicted=True, eval_value=0.25, **options
+            capacity=capacity,
+            init_capacity=1 if small else None,
+            retain_evicted=True,
+            eval_value=0.25,
+            score=self.SCORE,  # type: ignore[arg-type]
+            **options,
         )
         self.table = DynamicTable("t", DIM, chosen)
         self.model = DictTable(chosen, lambda key: tuple(self.table.initial(keys(key))[0]))
@@ -199,10 +205,14 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "table"):
             assert len(self.table) == len(self.model.rows) <= self.model.options.capacity
             assert self.table.not_stored == self.model.not_stored
+            taken = ~np.isnan(self.table.weights).any(axis=1)
+            assert taken.sum() == len(self.table), "a free slot holds a row, or a taken one none"
 
 
-TestDynamicTableIsADictionary = Machine.TestCase
-TestDynamicTableIsADictionary.settings = settings(max_examples=100, stateful_step_count=20)
+@pytest.mark.parametrize("score", ["timestamp", "step", "lfu", "custom"])
+def test_a_dynamic_table_is_a_dictionary(score: str) -> None:
+    machine = type("ScoredMachine", (Machine,), {"SCORE": score})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=20))
 
 
 def test_a_key_is_served_its_row_only_from_its_admission_to_its_eviction() -> None:
@@ -265,6 +275,43 @@ def test_growth_replaces_the_storage_under_a_kept_handle() -> None:
     before = handle.copy()
     dynamic.add(keys(1), np.ones((1, DIM)))
     assert np.array_equal(handle, before, equal_nan=True), "the old handle still sees updates"
+
+
+def test_growth_leaves_the_last_tier_as_far_behind_as_it_was() -> None:
+    dynamic = table(init_capacity=2, caching=True)
+    dynamic.lookup(keys(1))
+    dynamic.flush()
+    old = dynamic.find(keys(1))[0]
+    dynamic.lookup(keys(2))
+    dynamic.add(keys(1), np.ones((1, DIM)))
+    assert len(dynamic.weights) == 4
+    assert (dynamic.find(keys(1))[0] == old).all()
+    assert dynamic.find(keys(1, 2))[1].tolist() == [True, False]
+
+
+def test_keys_of_the_running_batch_are_not_evicted_however_low_their_score() -> None:
+    dynamic = table(capacity=2, score="custom")
+    dynamic.set_score(9)
+    dynamic.lookup(keys(1, 2))
+    dynamic.set_score(0)
+    dynamic.lookup(keys(1))
+    dynamic.lookup(keys(1, 3))
+    assert dynamic.scores(keys(1, 2, 3)).tolist() == [0, 9, -1]
+    assert dynamic.not_stored == 1
+    dynamic.lookup(keys(3))
+    assert dynamic.scores(keys(1, 2, 3)).tolist() == [-1, 9, 0], (
+        "of equal scores the older key goes when it is not in use"
+    )
+
+
+def test_an_incremental_export_has_the_keys_whose_score_is_not_less() -> None:
+    dynamic = table(score="custom")
+    for key, score in ((1, 4), (2, 5), (3, 6)):
+        dynamic.set_score(score)
+        dynamic.lookup(keys(key))
+    ((found, rows, scores),) = dynamic.export(min_score=5)
+    assert (found.tolist(), scores.tolist()) == ([2, 3], [5, 6])
+    assert (rows == dynamic.initial(found)).all()
 
 
 def test_initial_rows_depend_on_seed_and_key_alone() -> None:
