@@ -108,6 +108,15 @@ def test_everything_is_there_again(tmp_path: Path) -> None:
         assert content(third) == before
 
 
+def test_an_object_made_again_keeps_its_number(tmp_path: Path) -> None:
+    with DurableStore(tmp_path) as store:
+        make_view(store)
+        store.create_view(ViewSpec(PROJECT, "second", "entity"))
+        store.drop_view(PROJECT, VIEW)
+        store.create_view(ViewSpec(PROJECT, VIEW, "entity"))
+        assert [store.number_of("view", PROJECT, name) for name in (VIEW, "second")] == [1, 2]
+
+
 def test_rows_expire_by_the_time_of_their_write_and_not_of_the_restart(tmp_path: Path) -> None:
     clock = Clock()
     with DurableStore(tmp_path, clock) as store:
