@@ -431,8 +431,7 @@ class ZchMoves(NamedTuple):
 class ZchMap(NamedTuple):
     """One shard's raw id -> slot map of TorchRec's MCHManagedCollisionModule (ZCH), as of ``of(module)``.
 
-    Facts of torchrec 1.8 (modules/mc_modules.py), shown by test_dynamicemb.py but for what sharded modules do (read in
-    distributed/mc_embedding_modules.py):
+    Facts of torchrec 1.8 (modules/mc_modules.py, distributed/mc_embedding_modules.py), shown by test_dynamicemb.py:
     - ``_mch_sorted_raw_ids`` (zch_size,) holds the admitted raw ids in order, free places as 2**63 - 1 at its end;
       ``_mch_remapped_ids_mapping`` holds the slot of each place, global: the shard's offset is included;
     - the last slot is never given to an id: every id without a slot is looked up, and trained, there. So the row of an

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from deltaproof.fakes.dynamicemb import DynamicTable, DynamicTableError, TableOptions, ZchMap
+from deltaproof.fakes.dynamicemb import DynamicTable, DynamicTableError, Score, TableOptions, ZchMap
 
-DIM = 3
+DIM = 4  # a multiple of 4: fbgemm refuses others
 BIG = 2**63 - 1
 
 
@@ -101,7 +102,7 @@ BATCHES = st.lists(SOME_KEYS, max_size=12)
 class Machine(RuleBasedStateMachine):
     """A table and the dictionary do the same; everything they answer must be equal, bit for bit."""
 
-    SCORE = "timestamp"
+    SCORE: Score = "timestamp"
 
     @initialize(
         capacity=st.integers(1, 6),
@@ -117,7 +118,7 @@ class Machine(RuleBasedStateMachine):
             init_capacity=1 if small else None,
             retain_evicted=True,
             eval_value=0.25,
-            score=self.SCORE,  # type: ignore[arg-type]
+            score=self.SCORE,
             **options,
         )
         self.table = DynamicTable("t", DIM, chosen)
@@ -363,14 +364,18 @@ def torchrec() -> Any:
 class Zch:
     """An unsharded ManagedCollisionEmbeddingBagCollection with one table; one id per bag."""
 
-    def __init__(self, torchrec: Any, policy: str = "LFU_EvictionPolicy", interval: int = 1, offset: int = 0) -> None:
+    def __init__(
+        self, torchrec: Any, policy: str = "LFU_EvictionPolicy", interval: int = 1, offset: int = 0, init_fn: Any = None
+    ) -> None:
         import torch
         from torchrec.modules import mc_modules
         from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
         torch.manual_seed(0)
         self.torch, self.torchrec = torch, torchrec
-        config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=SLOTS, feature_names=["f"])
+        config = torchrec.EmbeddingBagConfig(
+            name="t", embedding_dim=DIM, num_embeddings=SLOTS, feature_names=["f"], init_fn=init_fn
+        )
         self.module = mc_modules.MCHManagedCollisionModule(
             zch_size=SLOTS,
             device=torch.device("cpu"),
@@ -385,12 +390,14 @@ class Zch:
             torchrec.EmbeddingBagCollection(tables=[config]), collection
         )
 
-    def forward(self, *ids: int) -> np.ndarray:
-        """What the model answers for bags of one id each."""
-        features = self.torchrec.KeyedJaggedTensor.from_lengths_sync(
+    def features(self, *ids: int) -> Any:
+        return self.torchrec.KeyedJaggedTensor.from_lengths_sync(
             ["f"], self.torch.tensor(ids), self.torch.ones(len(ids), dtype=self.torch.int64)
         )
-        answer, _ = self.model(features)
+
+    def forward(self, *ids: int) -> np.ndarray:
+        """What the model answers for bags of one id each."""
+        answer, _ = self.model(self.features(*ids))
         rows: np.ndarray = answer["f"].detach().numpy()
         return rows
 
@@ -457,10 +464,7 @@ def test_ids_without_a_slot_share_a_row_so_training_one_changes_all(torchrec: An
     before = zch.serve(7, 8)
     assert (before[0] == before[1]).all()
     zch.model.train()
-    features = zch.torchrec.KeyedJaggedTensor.from_lengths_sync(
-        ["f"], zch.torch.tensor([7]), zch.torch.ones(1, dtype=zch.torch.int64)
-    )
-    zch.model(features)[0]["f"].sum().backward()
+    zch.model(zch.features(7))[0]["f"].sum().backward()
     (weight,) = zch.model.parameters()
     with zch.torch.no_grad():
         weight -= weight.grad
@@ -506,3 +510,59 @@ def test_a_shard_s_map_holds_global_slots(torchrec: Any) -> None:
     assert admitted.tolist() == [True, True, False]
     weights = np.arange(SLOTS * DIM, dtype=np.float32).reshape(SLOTS, DIM)
     assert np.array_equal(now.served([7, 8, 9], weights, first_row=100), weights[slots - 100])
+
+
+def test_a_sharded_module_resets_an_evicted_row_before_the_new_id_uses_it(torchrec: Any, tmp_path: Path) -> None:
+    """World size 1 on gloo. The map of the sharded module is read as that of an unsharded one."""
+    import torch
+    from torch import distributed as dist
+    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    def seven(weight: torch.Tensor) -> torch.Tensor:
+        in_place = isinstance(weight, torch.nn.Parameter)  # else rows taken out of it, to be put back
+        return torch.nn.init.constant_(weight, 7.0) if in_place else torch.full_like(weight, 7.0)
+
+    zch = Zch(torchrec, init_fn=seven)
+    apply_optimizer_in_backward(torch.optim.SGD, zch.model.parameters(), {"lr": 1.0})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+        plan = construct_module_sharding_plan(
+            zch.model,
+            {"t": row_wise(compute_kernel="fused")},
+            sharder=sharder,
+            world_size=1,
+            local_size=1,
+            device_type="cpu",
+        )
+        sharded = DistributedModelParallel(
+            torch.nn.ModuleDict({"mc": zch.model}),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            plan=ShardingPlan({"mc": plan}),
+            sharders=[sharder],
+            device=torch.device("cpu"),
+        ).module["mc"]
+        module = sharded._managed_collision_collection._managed_collision_modules["t"]
+
+        def train(*ids: int) -> tuple[ZchMap, np.ndarray]:
+            answer, _ = sharded(zch.features(*ids))
+            answer["f"].sum().backward()
+            return ZchMap.of(module), answer["f"].detach().numpy()
+
+        def weights() -> np.ndarray:
+            (weight,) = [value for name, value in sharded.state_dict().items() if name.endswith("t.weight")]
+            rows: np.ndarray = weight.local_shards()[0].tensor.detach().numpy().copy()
+            return rows
+
+        full, _ = train(7, 7, 7, 8, 8, 8, 9, 9, 10)
+        assert full.served([7, 8, 9, 10, 99], weights())[:, 0].tolist() == [4, 4, 5, 6, 7]
+        after, answered = train(11, 11, 11, 11)
+        assert after.moves_since(full).evicted.tolist() == [10]
+        assert (answered == 7).all(), "the new id inherited the evicted one's row"
+        assert after.served([10, 11], weights())[:, 0].tolist() == [7, 3]
+    finally:
+        dist.destroy_process_group()
