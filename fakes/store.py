@@ -151,7 +151,7 @@ class _Image(NamedTuple):
     def take(self, rows: slice | npt.NDArray[np.intp]) -> tuple[Int64Array, Int64Array, npt.NDArray[Any]]:
         """(keys, ts, values) of some rows, numbered in order of their keys."""
         places = self.order[rows]
-        return self.keys[places], self.ts[places], self.values[places]
+        return self.keys[places], self.ts[places], self.values.take(places, axis=0)
 
 
 class _Write(NamedTuple):
@@ -179,10 +179,11 @@ def _last_of_each(keys: Int64Array) -> npt.NDArray[np.intp] | None:
     """Where each key stands for the last time; None when no key stands twice."""
     if (keys[1:] > keys[:-1]).all():  # as publishers send them
         return None
+    in_order = np.sort(keys)
+    if (in_order[1:] != in_order[:-1]).all():
+        return None
     order = np.argsort(keys, kind="stable")
-    in_order = keys[order]
-    last = np.append(in_order[1:] != in_order[:-1], True)
-    return None if last.all() else order[last]
+    return order[np.append(keys[order[1:]] != keys[order[:-1]], True)]
 
 
 class _Rows:
@@ -220,7 +221,10 @@ class _Rows:
         newer = self._ts[places] <= write.ts  # with equal ts the later arrival wins
         if not newer.all():
             places, values = places[newer], values[newer]
-        self._ts[places], self._arrival[places], self._values[places] = write.ts, write.arrival, values
+        self._ts[places], self._arrival[places] = write.ts, write.arrival
+        # A row as one item: NumPy then moves it as such, three times as fast.
+        item = f"V{values.dtype.itemsize * self.dim}"
+        self._values.view(item)[:, 0][places] = np.ascontiguousarray(values).view(item)[:, 0]
 
     def _probe(self, keys: Int64Array) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """(place of each key, or -1; the cell that names it, or the free cell where its search ended)."""
@@ -292,7 +296,7 @@ class _Rows:
             found &= self._arrival[places] >= expired_before
         rows = np.flatnonzero(found)
         places = places[rows]
-        return rows, self._ts[places], self._values[places]
+        return rows, self._ts[places], self._values.take(places, axis=0)
 
     def _visible(self, expired_before: int, after_ts: int) -> npt.NDArray[np.bool_] | None:
         """Which rows are of arrivals from ``expired_before`` on and above ``after_ts``; None: all."""
@@ -313,7 +317,7 @@ class _Rows:
             places = np.flatnonzero(visible)
             order = places[np.argsort(self._keys[places])]
         if 2 * len(order) < count:  # to copy these costs less than to let the next write copy all
-            some = (self._keys[order], self._ts[order], self._values[order])
+            some = (self._keys[order], self._ts[order], self._values.take(order, axis=0))
             return _Image(*some, np.arange(len(order)))
         self._shared = True
         return _Image(self._keys[:count], self._ts[:count], self._values[:count], order)

@@ -145,6 +145,8 @@ async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> 
     length = request.content_length
     if length is not None and length > bytes_max:
         raise BodyTooLarge(f"a body of {length} bytes is over this route's {bytes_max}")
+    if length is not None and request.content.is_eof() and hdrs.CONTENT_ENCODING not in request.headers:
+        return pa.py_buffer(request.content.read_nowait())  # a small one, which came with its head
     if not length or hdrs.CONTENT_ENCODING in request.headers:
         sink: Any = pa.BufferOutputStream()
         whole = None
