@@ -47,6 +47,8 @@ ValueType = Literal["float32", "uint8"]
 DEFAULT_PROJECT: Final = "deltaproof"
 RESERVED_KEY: Final = -1
 SCAN_ROWS_MAX: Final = 65_536  # rows per batch of a scan
+PENDING_ROWS_MAX: Final = 16_384  # of one table
+_PENDING_BYTES_MAX: Final = 2**23
 _CELLS_MIN: Final = 16  # of a hash table; always a power of two
 _LOAD_MAX: Final = 0.5
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -155,7 +157,7 @@ class _Image(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """One write's rows of one (version, pk), as they came."""
+    """One write's rows of one (version, pk), as they came; copied, since they may be a sliver of a large body."""
 
     keys: Int64Array
     ts: int
@@ -175,24 +177,13 @@ class _Entry(NamedTuple):
     request_id: str
 
 
-def _last_of_each(keys: Int64Array) -> npt.NDArray[np.intp] | None:
-    """Where each key stands for the last time; None when no key stands twice."""
-    if (keys[1:] > keys[:-1]).all():  # as publishers send them
-        return None
-    in_order = np.sort(keys)
-    if (in_order[1:] != in_order[:-1]).all():
-        return None
-    order = np.argsort(keys, kind="stable")
-    return order[np.append(keys[order[1:]] != keys[order[:-1]], True)]
-
-
 class _Rows:
     """All rows of one (version, pk), each key once: columns in order of the keys' first write, found by hash.
 
     ``_cells`` is an open-addressing hash table of places in the columns (-1: free) with triangular probing; key by key
-    the same steps as in any other, but each step is taken for a whole batch. A write changes rows in place, so its
-    cost does not grow with the rows stored. An image shares the columns until the next write to an old row, which
-    copies them first.
+    the same steps as in any other, but each step is taken for many rows at once: writes wait until there are
+    ``PENDING_ROWS_MAX`` rows of them, or somebody reads. Then they change the rows in place, so their cost does not
+    grow with the rows stored. An image shares the columns until old rows are next changed, which copies them first.
     """
 
     def __init__(self, write: _Write) -> None:
@@ -204,27 +195,42 @@ class _Rows:
         self._arrival = np.empty(0, dtype=np.int64)
         self._values = np.empty((0, self.dim), dtype=write.values.dtype)
         self._cells = np.full(_CELLS_MIN, -1, dtype=np.int32)
+        self._pending: list[_Write] = []
+        self._pending_rows = 0
         self.put(write)
 
     def put(self, write: _Write) -> None:
-        """Merge one write: of each key its last row, unless what is stored has a greater ts."""
-        keys, values = write.keys, write.values
-        last = _last_of_each(keys)
-        if last is not None:
-            keys, values = keys[last], values[last]
-        places, cells = self._probe(keys)
+        """Merge one write: of each key the row of the greatest ts stays, with equal ts the later."""
+        self._pending.append(write)
+        self._pending_rows += len(write.keys)
+        if self._pending_rows >= PENDING_ROWS_MAX or self._pending_rows * write.values[0].nbytes >= _PENDING_BYTES_MAX:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._pending:
+            return
+        writes = self._pending
+        counts = [len(write.keys) for write in writes]
+        keys, values = (np.concatenate(columns) for columns in zip(*((w.keys, w.values) for w in writes), strict=True))
+        ts, arrival = (np.repeat(numbers, counts) for numbers in zip(*((w.ts, w.arrival) for w in writes), strict=True))
+        if (ts[1:] < ts[:-1]).any():
+            order = np.argsort(ts, kind="stable")
+            keys, values, ts, arrival = keys[order], values.take(order, axis=0), ts[order], arrival[order]
+        places = self._probe(keys)[0]
         new = np.flatnonzero(places < 0)
         if len(new) < len(keys) and self._shared:
             self._copy(len(self._keys))
         if len(new):
-            places[new] = self._insert(keys[new], cells[new])
-        newer = self._ts[places] <= write.ts  # with equal ts the later arrival wins
+            places[new] = self._insert(keys[new])
+        newer = self._ts[places] <= ts
         if not newer.all():
-            places, values = places[newer], values[newer]
-        self._ts[places], self._arrival[places] = write.ts, write.arrival
+            places, values, ts, arrival = places[newer], values[newer], ts[newer], arrival[newer]
+        # Where a place comes twice NumPy leaves the later: that of the greater ts, or of the later arrival.
+        self._ts[places], self._arrival[places] = ts, arrival
         # A row as one item: NumPy then moves it as such, three times as fast.
         item = f"V{values.dtype.itemsize * self.dim}"
-        self._values.view(item)[:, 0][places] = np.ascontiguousarray(values).view(item)[:, 0]
+        self._values.view(item)[:, 0][places] = values.view(item)[:, 0]
+        self._pending, self._pending_rows = [], 0  # last: what runs out of memory on its way can be done once more
 
     def _probe(self, keys: Int64Array) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """(place of each key, or -1; the cell that names it, or the free cell where its search ended)."""
@@ -244,52 +250,62 @@ class _Rows:
             open_ = open_[(found >= 0) & (self._keys[found] != keys[open_])]
         return places, cells
 
-    def _insert(self, keys: Int64Array, cells: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Append new keys, all different, with a ts below any; ``cells``: where their searches ended."""
-        first, count = self._count, self._count + len(keys)
+    def _insert(self, keys: Int64Array) -> npt.NDArray[np.intp]:
+        """Append keys that are not there, with a ts below any; a key may come twice."""
+        self._make_room(len(keys))
+        places = np.empty(len(keys), dtype=np.intp)
+        todo = np.arange(len(keys))
+        while len(todo):
+            places[todo], cells = self._probe(keys[todo])
+            absent = np.flatnonzero(places[todo] < 0)
+            todo, cells = todo[absent], cells[absent]
+            # Of those whose searches ended at the same cell one gets it; the others, perhaps of the same key, go on.
+            mark = np.arange(len(todo))
+            self._cells[cells] = mark
+            gets = self._cells[cells] == mark
+            first, self._count = self._count, self._count + np.count_nonzero(gets)
+            added = np.arange(first, self._count)
+            self._cells[cells[gets]], places[todo[gets]] = added, added
+            self._keys[added], self._ts[added] = keys[todo[gets]], np.iinfo(np.int64).min
+            todo = todo[~gets]
+        return places
+
+    def _make_room(self, rows: int) -> None:
+        """For that many rows more, in the columns and in the hash table."""
+        count, size = self._count + rows, len(self._cells)
         if count > len(self._keys):
-            self._copy(max(count, 2 * first))
-        self._count = count
-        added = slice(first, count)
-        self._keys[added], self._ts[added] = keys, np.iinfo(np.int64).min
-        places = np.arange(first, count)
-        size = len(self._cells)
+            self._copy(max(count, 2 * self._count))
         while count > _LOAD_MAX * size:
             size *= 2
         if size == len(self._cells):
-            self._claim(places, cells)
-            return places
+            return
         self._cells = np.full(size, -1, dtype=np.int32)
-        for start in range(0, count, SCAN_ROWS_MAX):
-            some = np.arange(start, min(start + SCAN_ROWS_MAX, count))
-            self._claim(some, self._probe(self._keys[some])[1])
-        return places
-
-    def _claim(self, places: npt.NDArray[np.intp], cells: npt.NDArray[np.intp]) -> None:
-        """Write places into the free cells found for their keys; of those that found the same one all but one go on."""
-        while len(places):
-            self._cells[cells] = places
-            places = places[self._cells[cells] != places]
-            cells = self._probe(self._keys[places])[1]
+        for start in range(0, self._count, SCAN_ROWS_MAX):
+            places = np.arange(start, min(start + SCAN_ROWS_MAX, self._count))
+            while len(places):
+                cells = self._probe(self._keys[places])[1]
+                self._cells[cells] = places
+                places = places[self._cells[cells] != places]
 
     def _copy(self, capacity: int) -> None:
         """Other columns of the same content, which no image shares."""
-        count = min(self._count, len(self._keys))
         for name in ("_keys", "_ts", "_arrival", "_values"):
             old = getattr(self, name)
             # Not zeroed: the system gives memory to what is written to, so spare room takes none.
             grown = np.empty((capacity, *old.shape[1:]), dtype=old.dtype)
-            grown[:count] = old[:count]
+            grown[: self._count] = old[: self._count]
             setattr(self, name, grown)
         self._shared = False
 
     def trim(self) -> None:
-        """Give spare room back."""
+        """Merge what waits, and give spare room back."""
+        self._settle()
         if len(self._keys) > self._count:
             self._copy(self._count)
 
     def find(self, keys: Int64Array, expired_before: int) -> tuple[npt.NDArray[np.intp], Int64Array, npt.NDArray[Any]]:
         """(which of ``keys`` exist, their ts, their values (found, dim))."""
+        self._settle()
         places = self._probe(keys)[0]
         found = places >= 0
         if expired_before:
@@ -305,11 +321,13 @@ class _Rows:
         return (self._arrival[: self._count] >= expired_before) & (self._ts[: self._count] > after_ts)
 
     def count(self, expired_before: int) -> int:
+        self._settle()
         visible = self._visible(expired_before, 0)
         return self._count if visible is None else int(np.count_nonzero(visible))
 
     def image(self, expired_before: int, after_ts: int) -> _Image:
         """The visible rows as they are now, whatever is written later."""
+        self._settle()
         count, visible = self._count, self._visible(expired_before, after_ts)
         if visible is None or visible.all():
             order = np.argsort(self._keys[:count])
@@ -439,7 +457,8 @@ def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
     want = write_schema(spec.value_type)
     if sorted(batch.schema.names) != sorted(want.names):
         raise SchemaMismatch(f"{where}: columns {batch.schema.names}, want {want.names}")
-    batch = batch.select(want.names)
+    if batch.schema.names != want.names:
+        batch = batch.select(want.names)
     pk = _column(batch, "pk", want.field("pk").type, where)
     sk = _column(batch, "sk", want.field("sk").type, where)
     column = batch.column("embedding")
@@ -464,7 +483,7 @@ def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
     # Rebuilt, so that every logged batch has one schema, whatever the sender called its list items.
     embedding = pa.ListArray.from_arrays(embedding.offsets, embedding.values, type=want.field("embedding").type)
     batch = pa.RecordBatch.from_arrays([pk, sk, embedding], schema=want)
-    return _Batch(batch, keys, flat, offsets, _group(where, pk, keys, np.diff(offsets)))
+    return _Batch(batch, keys, flat, offsets, _group(where, pk, keys, offsets[1:] - offsets[:-1]))
 
 
 def _group(
@@ -510,7 +529,7 @@ def _is_one_name(names: pa.StringArray) -> bool:
     count = len(names)
     offsets = np.frombuffer(offsets_buffer, np.int32)[names.offset : names.offset + count + 1]
     length = int(offsets[1]) - int(offsets[0])
-    if (np.diff(offsets) != length).any():
+    if (offsets[1:] - offsets[:-1] != length).any():
         return False
     if not length:
         return True
@@ -709,7 +728,8 @@ class Store:
     def _append(self, target: _View, checked: _Batch, entry: _Entry) -> None:
         tables = target.versions.setdefault(entry.version, {})
         for pk, rows, dim in checked.groups:
-            write = _Write(checked.keys[rows], entry.ts, entry.arrival, checked.values(rows, dim))
+            keys, values = np.array(checked.keys[rows]), np.array(checked.values(rows, dim))
+            write = _Write(keys, entry.ts, entry.arrival, values)
             if pk in tables:
                 tables[pk].put(write)
             else:
