@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 # The interpreter that .venv is made with: `make test PYTHON=python3.12`.
 PYTHON ?= python3
-# Passed on to what the target runs: `make test ARGS="tests/fakes -k ts -x"`.
+# Passed on to what the target runs: `make test ARGS="tests/fakes -k lookup -x"`.
 ARGS ?=
 # Worker processes of `make test`; 0 runs the tests in one process, which a debugger needs.
 JOBS ?= 2

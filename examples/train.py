@@ -1,4 +1,4 @@
-"""Train a small sharded model and publish every row it changes. Two terminals:
+"""Train a small sharded model and publish every row it changes. Two terminals (`source .venv/bin/activate` in both):
 
 deltaproof serve                                  # prints the address of a fake store
 
@@ -6,6 +6,8 @@ export DELTAPROOF_ENDPOINT=127.0.0.1:PORT         # that address; leave it out f
 export ALIBABA_CLOUD_ACCESS_KEY_ID=deltaproof ALIBABA_CLOUD_ACCESS_KEY_SECRET=deltaproof
 export FEATUREDB_USERNAME=any FEATUREDB_PASSWORD=any
 torchrun --standalone --nproc-per-node 2 examples/train.py --steps 50
+
+torch's warnings under torchrun are normal. Each rank ends with a line that says which step the store has acknowledged.
 """
 
 import argparse

@@ -4,10 +4,10 @@ A write appends one validated, immutable Arrow batch with its ts and arrival num
 the current rows are also kept in columns (key, ts, arrival, value) under a hash table, so that a write costs O(rows
 written), a lookup O(rows asked for), whatever is stored, and nothing is done row by row in Python.
 
-Semantics (DESIGN.md, "store.py"): MERGE only; the greatest ts of a (version, pk, sk) wins; with equal ts the later
-arrival, and inside one batch the later row; versions are isolated; a row is hidden once ``ttl_s`` have passed on the
-store's clock since it was written (a hidden row still outranks a write with a smaller ts: expiry never revives an
-older value).
+Semantics (docs/feature-store.md, "Views and rows"): MERGE only; the greatest ts of a (version, pk, sk) wins; with equal
+ts the later arrival, and inside one batch the later row; versions are isolated; a row is hidden once ``ttl_s`` have
+passed on the store's clock since it was written (a hidden row still outranks a write with a smaller ts: expiry never
+revives an older value).
 
 No sockets, no threads; clocks are injected. A plain lock makes it safe to share with a server thread.
 """
@@ -108,7 +108,7 @@ class ViewSpec(msgspec.Struct, frozen=True):
     replication_count: int = 1
 
     def check(self) -> None:
-        """Raise InvalidParameter if a setting is outside what PROTOCOL.md allows."""
+        """Raise InvalidParameter if a setting is outside what docs/feature-store.md allows."""
         check_name("project", self.project)
         check_name("view", self.name)
         check_name("entity", self.entity)

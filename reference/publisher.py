@@ -253,7 +253,12 @@ def connect(settings: Settings) -> Any:
         from alibabacloud_credentials.client import Client as CredentialClient
         from feature_store_py import FeatureStoreClient
     except ImportError as error:
-        raise PublisherError(f"{error.name} is not installed; it is needed to reach the store") from error
+        remedy = "install it"
+        if error.name == "feature_store_py":
+            remedy = (
+                "install Alibaba's SDK or, for the fake store, call deltaproof.fakes.feature_store_py.install() first"
+            )
+        raise PublisherError(f"{error.name} is not installed, and is needed to reach the store: {remedy}") from error
     credential = CredentialClient().get_credential()
     return FeatureStoreClient(
         access_key_id=credential.access_key_id,

@@ -1,4 +1,4 @@
-"""The interface of Alibaba's Python SDK ``feature_store_py`` (PROTOCOL.md), over HTTP or in process.
+"""The interface of Alibaba's Python SDK ``feature_store_py`` (docs/feature-store.md), over HTTP or in process.
 
 ``install()`` makes ``import feature_store_py`` find this package, so that code written against the SDK runs unchanged.
 """

@@ -1,4 +1,4 @@
-"""The SDK's objects: client, project, entity, view. Interface facts: PROTOCOL.md, "The feature_store_py interface"."""
+"""The SDK's objects: client, project, entity, view. Interface: docs/feature-store.md, "The SDK"."""
 
 from __future__ import annotations
 

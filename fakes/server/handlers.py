@@ -1,7 +1,7 @@
 """What each route does. A handler gets a Call, checks it, and puts its effect inside ``call.commit``: faults act there,
 so a request that is refused for its own sake strikes no fault. Replies are sent by routes.py.
 
-Public wire facts (PROTOCOL.md): the control plane's paths and field names, ``write``, ``batch_get_kkv``,
+Public wire facts (docs/feature-store.md): the control plane's paths and field names, ``write``, ``batch_get_kkv``,
 ``batch_get_kv2``, ``snapshots``, ``scan`` and ``iterate_get_kv``. Ours: ``write_arrow``, ``lookup_arrow``, ``/_admin``,
 and the query parameters ``version`` and ``ts`` wherever they appear.
 """

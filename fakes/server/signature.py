@@ -1,4 +1,4 @@
-"""Verifying the control plane's signatures: ACS3-HMAC-SHA256 as Alibaba's gateway does (public, PROTOCOL.md).
+"""Verifying the control plane's signatures: ACS3-HMAC-SHA256 as Alibaba's gateway does (public).
 
 A request is signed over method, path, query, the headers named in ``SignedHeaders`` and the SHA-256 of its body. Order
 of the checks, each with the gateway's code: form (IncompleteSignature), access key (InvalidAccessKeyId.NotFound),
