@@ -35,6 +35,7 @@ STATE: Final = web.AppKey("state", ServerState)
 BODY_BYTES_MAX: Final = 64 * 2**20  # data plane
 CONTROL_BYTES_MAX: Final = 2**20
 BODY_TIMEOUT_S: Final = 30.0
+_COPY_BYTES_MAX: Final = 2**18  # below, a copy costs less than what aiohttp does for anything but bytes
 
 ARROW_BODIES: Final = ("write_arrow", "lookup_arrow")  # never made into Python objects
 
@@ -212,8 +213,11 @@ async def _send(request: web.Request, entry: RequestEntry, reply: Reply) -> web.
         body = wire.to_json({"RequestId": entry.request_id, **reply.body})
         return web.Response(body=body, status=reply.status, content_type=reply.content_type, headers=headers)
     if isinstance(reply.body, memoryview):
+        small = len(reply.body) < _COPY_BYTES_MAX
         return web.Response(
-            body=reply.body, status=reply.status, headers={hdrs.CONTENT_TYPE: reply.content_type, **headers}
+            body=bytes(reply.body) if small else reply.body,
+            status=reply.status,
+            headers={hdrs.CONTENT_TYPE: reply.content_type, **headers},
         )
     response = web.StreamResponse(status=reply.status, headers={hdrs.CONTENT_TYPE: reply.content_type, **headers})
     await response.prepare(request)

@@ -61,13 +61,19 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
     Compressed bodies are refused: a few bytes could declare gigabytes. Raises MalformedBody.
     """
     try:
-        for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
+        messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))
+        for message in messages:
             if _is_compressed(message.metadata.to_pybytes()):
                 raise MalformedBody("Arrow: compressed buffers are refused; send the stream uncompressed")
-        with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-            batches = list(reader)
-            schema = reader.schema
-            _ = schema.names  # decoded here, so that one that is no UTF-8 (ValueError) is found here
+        # The usual case apart, for speed: a stream of one batch need not be opened a second time.
+        if [message.type for message in messages] == ["schema", "record batch"]:
+            schema = pa.ipc.read_schema(messages[0])
+            batches = [pa.ipc.read_record_batch(messages[1], schema)]
+        else:
+            with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+                batches = list(reader)
+                schema = reader.schema
+        _ = schema.names  # decoded here, so that one that is no UTF-8 (ValueError) is found here
         for batch in batches:
             batch.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, ValueError, struct.error, IndexError, TypeError) as error:
