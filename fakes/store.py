@@ -263,7 +263,7 @@ class _Rows:
             mark = np.arange(len(todo))
             self._cells[cells] = mark
             gets = self._cells[cells] == mark
-            first, self._count = self._count, self._count + np.count_nonzero(gets)
+            first, self._count = self._count, self._count + int(np.count_nonzero(gets))
             added = np.arange(first, self._count)
             self._cells[cells[gets]], places[todo[gets]] = added, added
             self._keys[added], self._ts[added] = keys[todo[gets]], np.iinfo(np.int64).min

@@ -150,7 +150,7 @@ HOSTILE_TEXTS: Final = (
     "<b>",
     "a,b,,",
 )
-HOSTILE_JSON: Final = (
+HOSTILE_JSON: Final[tuple[Any, ...]] = (
     None,
     True,
     -1,
@@ -214,7 +214,7 @@ def _new_view(draw: random.Random) -> bytes:
 def _faults(draw: random.Random) -> bytes:
     """A valid plan whose faults end soon: the episode must go on."""
     kind = draw.choice(("status", "delay", "reset", "partial", "truncate", "slow-body", "duplicate", "reorder"))
-    more: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "status": {"code": draw.choice((429, 500, 503))},
         "delay": {"delay_ms": draw.randrange(20)},
         "reset": {"when": draw.choice(("before-commit", "after-commit", "mid-reply"))},
@@ -222,7 +222,8 @@ def _faults(draw: random.Random) -> bytes:
         "truncate": {"bytes_kept": draw.randrange(100)},
         "slow-body": {"bytes_per_s": 1e6},
         "reorder": {"hold_ms_max": 20},
-    }.get(kind, {})
+    }
+    more = options.get(kind, {})
     if kind not in ("partial", "duplicate"):
         more["route"] = draw.choice(("*", *ROUTES))
     window = {"probability": draw.choice((1.0, 0.3)), "seed": 3, "count": draw.randrange(1, 20)}
@@ -449,7 +450,8 @@ def test_every_route_survives_every_shape(own_process: Server) -> None:
     snapshots: list[str] = []
     fuzzers = [Fuzzer(server, seed, counts, snapshots) for seed in range(WORKERS)]
     ends = time.monotonic() + soak_s(300)
-    idle, peak = [], []
+    idle: list[int] = []
+    peak: list[int] = []
     while time.monotonic() < ends or len(idle) < 3:
         begin_episode(server, raw)
         idle.append(server.rss_bytes())
