@@ -6,8 +6,12 @@ could be checked, 4 the kit itself failed, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -71,9 +75,24 @@ COLOURS = {
 }
 #: Violations of one property that are written out; --json has more.
 SHOWN = 1
+#: What the machine, not the kit, is to blame for.
+ENVIRONMENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENOMEM)
+INTERRUPTED = 128 + signal.SIGINT
 #: Runs between two lines of progress when nobody watches a bar.
 LOG_EVERY = 50
 FAILURES = Path("deltaproof-failures")
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Prove that no embedding row is lost between a training job and the store that serves it."""
+    if version:
+        from . import __version__
+
+        print(f"deltaproof {__version__}")
+        raise typer.Exit
 
 
 @app.command()
@@ -98,9 +117,9 @@ def demo(
         specimen = SPECIMENS["S02"]
         caught = check(engine, specimen.scenario, f"specimen:{specimen.id}")
     wall_s = time.monotonic() - started
-    bad = [save_failure(r, failures) for r in reports if r.verdict is Verdict.BROKEN]
+    bad = [_save(r, failures) for r in reports if r.verdict is Verdict.BROKEN]
     found = set(specimen.properties) & {f.property for f in caught.findings if f.violations}
-    saved = save_failure(caught, failures) if found else None
+    saved = _save(caught, failures) if found else None
     verdict = worst([r.verdict for r in reports])
     if not found and verdict is Verdict.HELD:
         verdict = Verdict.BROKEN
@@ -114,7 +133,7 @@ def demo(
                 "rows_compared": sum(r.rows_compared for r in reports),
                 "runs": [_report_json(r) for r in reports],
                 "specimen": {"id": specimen.id, "caught_by": sorted(found), "run": _report_json(caught)},
-                "failures": [str(p) for p in bad],
+                "failures": [str(p) for p in bad if p],
             }
         )
         raise typer.Exit(verdict.exit_code)
@@ -129,10 +148,11 @@ def demo(
     )
     out.rule(Text(f"the same check on a known bug: {specimen.id} {specimen.slug}"))
     out.print(Text(specimen.cause))
-    if saved is None:
+    if not found:
         out.print(Text(f"NOT CAUGHT by {', '.join(specimen.properties)}: the harness is blind to this bug", "bold red"))
     else:
         _print_failure(caught, saved)
+        out.print(Text(f"{specimen.id} was reported, as it should be", "green"))
     raise typer.Exit(verdict.exit_code)
 
 
@@ -146,7 +166,7 @@ def run(
     failures: FailuresOption = FAILURES,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run scenario files and judge them."""
+    """Run scenario files (docs/scenarios.md says what they hold) and judge them."""
     work = []
     for path in files:
         saved = load(path)
@@ -165,11 +185,13 @@ def replay(
 ) -> None:
     """Repeat a saved failure. Exit code 1: it reproduced; 3: it did not (``run`` judges afresh)."""
     saved = load(file)
+    if not saved.broken:
+        raise ScenarioError(f"{file} is a scenario, not a failure file: deltaproof run judges it")
     with _engine(engine) as running:
         [report] = _run_all(running, [(saved.scenario, target or saved.target)], quiet=as_json)
     broken = {f.property for f in report.findings if f.violations}
     wanted = set(saved.broken)
-    reproduced = bool(broken & wanted) if wanted else bool(broken)
+    reproduced = bool(broken & wanted)
     code = 1 if reproduced else (report.verdict.exit_code or 3)
     if as_json:
         _print_json({"command": "replay", "reproduced": reproduced, "run": _report_json(report)})
@@ -178,7 +200,7 @@ def replay(
         _print_failure(report, file)
     else:
         _print_table([report])
-        text = f"did not reproduce: {', '.join(sorted(wanted)) or 'no property'} held this time"
+        text = f"did not reproduce: {', '.join(sorted(wanted))} held this time"
         if broken:
             text += f"; but {', '.join(sorted(broken))} broke"
         out.print(Text(text, "yellow"))
@@ -234,8 +256,8 @@ def explore(
             failures=failures,
             tell=tell,
         )
-    command = f"deltaproof explore --engine {engine} --count {count} --seed {seed} --jobs {jobs}"
-    command += f" --ranks-max {ranks_max}" + (f" --target {target}" if target else "")
+    command = f"{_program()} explore --engine {engine} --count {count} --seed {seed} --jobs {jobs}"
+    command += f" --ranks-max {ranks_max}" + (f" --target {shlex.quote(target)}" if target else "")
     if as_json:
         _print_json({"command": "explore", "repeat": command, **result.as_json()})
     else:
@@ -275,6 +297,8 @@ def serve(
 
     if fsync not in ("os", "always"):
         raise ScenarioError(f"--fsync {fsync}: want os or always")
+    if not host.strip():
+        raise ScenarioError("--host is empty; 127.0.0.1 serves this machine, 0.0.0.0 every interface")
     if (cert is None) != (key is None):
         raise ScenarioError("--cert and --key go together")
     cleanup = ExitStack()
@@ -307,6 +331,8 @@ def serve(
             run_forever(host, port, ready=ready, data_dir=data_dir, fsync=fsync, tls=certificate)  # type: ignore[arg-type]
     except (PortInUse, DataDirError, TlsError) as error:
         raise ScenarioError(error.strerror or str(error)) from None
+    except OSError as error:
+        raise ScenarioError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
 @app.command("list")
@@ -377,7 +403,7 @@ def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool) -> list
     if len(work) == 1 and not quiet:
         scenario, target = work[0]
         out.print(Text(f"scenario {scenario.name!r}, seed {scenario.seed}, target {target}"))
-        out.print(Text(json.dumps(json.loads(scenario.to_json()), ensure_ascii=False), "dim"))
+        out.print(Text(json.dumps(msgspec.to_builtins(scenario), ensure_ascii=False), "dim"))
     with _progress(quiet) as progress:
         bar = progress.add_task("starting", total=len(work))
         engine.warm_up()
@@ -391,17 +417,17 @@ def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool) -> list
 def _with_data(scenario: Scenario, data: Path | None) -> Scenario:
     if data is None:
         return scenario
-    workload = msgspec.structs.replace(scenario.workload, data=str(data))
+    workload = msgspec.structs.replace(scenario.workload, data=str(data.resolve()))
     return msgspec.structs.replace(scenario, workload=workload)
 
 
 def _finish(command: str, reports: list[Report], failures: Path, as_json: bool) -> None:
     verdict = worst([r.verdict for r in reports])
-    broken = [(r, save_failure(r, failures)) for r in reports if r.verdict is Verdict.BROKEN]
+    broken = [(r, _save(r, failures)) for r in reports if r.verdict is Verdict.BROKEN]
     if as_json:
         runs = [_report_json(r) for r in reports]
         _print_json(
-            {"command": command, "verdict": verdict.value, "runs": runs, "failures": [str(p) for _, p in broken]}
+            {"command": command, "verdict": verdict.value, "runs": runs, "failures": [str(p) for _, p in broken if p]}
         )
     else:
         _print_table(reports)
@@ -441,7 +467,7 @@ def _print_table(reports: list[Report]) -> None:
             Text(scenario.name),
             str(scenario.world_size),
             Text(", ".join(f.kind for f in scenario.faults) or "-"),
-            scenario.expect,
+            "must succeed" if scenario.expect == "tolerate" else "may fail",
             Text(_outcome(report)),
             str(report.rows_compared or "-"),
             Text(report.verdict.value, COLOURS[report.verdict]),
@@ -450,7 +476,26 @@ def _print_table(reports: list[Report]) -> None:
     out.print(table)
 
 
-def _print_failure(report: Report, path: Path) -> None:
+def _save(report: Report, folder: Path) -> Path | None:
+    """The failure file, or None after a warning: where nothing can be written, the report must still be printed."""
+    try:
+        return save_failure(report, folder)
+    except OSError as error:
+        print(f"deltaproof: no failure file in {folder}: {error.strerror or error}; see --failures", file=sys.stderr)
+        return None
+
+
+def _program() -> str:
+    """How this command was called, ready to paste: ``make demo`` runs it from a folder that is not on PATH."""
+    if shutil.which("deltaproof"):
+        return "deltaproof"
+    called = Path(sys.argv[0])
+    if called.name == "deltaproof":
+        return shlex.quote(str(called))
+    return f"{shlex.quote(sys.executable)} -m deltaproof"
+
+
+def _print_failure(report: Report, path: Path | None) -> None:
     from .conformance.explain import explain
 
     history = report.history
@@ -459,16 +504,26 @@ def _print_failure(report: Report, path: Path) -> None:
     out.print(Text(f"BROKEN: {scenario.name}, seed {scenario.seed}, target {history.target}", "bold red"))
     for index, fault in enumerate(scenario.faults):
         out.print(Text(f"  fault {index}: {fault.describe()}, fired {history.fired[index]} times"))
+    shown: set[tuple[object, ...]] = set()
     for finding in report.findings:
         if finding.violations:
             for violation in finding.violations[:SHOWN]:
                 head, *lines = explain(violation, history.start_ms)
                 out.print(Text(head, "red"), soft_wrap=True)
+                row = (violation.table, violation.key, violation.rank, violation.step)
+                if violation.key is not None and row in shown:
+                    lines = ["  the same row as above"]
+                shown.add(row)
                 for line in lines:
                     out.print(Text(line), soft_wrap=True)
             if finding.total > SHOWN:
                 out.print(Text(f"  ... and {finding.total - SHOWN} more violations of {finding.property}"))
-    out.print(Text(f"seed {scenario.seed}; repeat with:\n  deltaproof replay {path}"), soft_wrap=True)
+    command = f"{_program()} replay {shlex.quote(str(path))}"
+    if path is None:
+        command = (
+            f"{_program()} run FILE --target {shlex.quote(history.target)}, FILE holding this:\n{scenario.to_json()}"
+        )
+    out.print(Text(f"seed {scenario.seed}; repeat with:\n  {command}"), soft_wrap=True)
 
 
 def _report_json(report: Report) -> dict[str, Any]:
@@ -508,9 +563,18 @@ def _report_json(report: Report) -> dict[str, Any]:
 
 def _print_json(value: Any) -> None:
     def plain(item: Any) -> Any:
-        return item.tolist() if hasattr(item, "tolist") else str(item)
+        """JSON has no NaN and no infinity: they become text."""
+        if hasattr(item, "tolist"):
+            item = item.tolist()
+        if isinstance(item, dict):
+            return {str(k): plain(v) for k, v in item.items()}
+        if isinstance(item, list | tuple):
+            return [plain(v) for v in item]
+        if isinstance(item, float) and not math.isfinite(item):
+            return str(item)
+        return item if item is None or isinstance(item, str | int | float) else str(item)
 
-    print(json.dumps(value, indent=2, default=plain))
+    print(json.dumps(plain(value), indent=2, allow_nan=False), flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- main
@@ -519,6 +583,9 @@ def main(argv: list[str] | None = None) -> None:
     # A supervisor that is asked to end must end its ranks first: SIGTERM and SIGHUP take Ctrl-C's way out.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
+    # A target named with --target may lie in the folder one works in, as with `python -m`.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     sys.exit(_guarded(lambda: app(argv, standalone_mode=False)))
 
 
@@ -529,6 +596,8 @@ def _interrupt(number: int, frame: object) -> None:
 def _guarded(body: Callable[[], Any]) -> int:
     try:
         code = body()
+        if code == INTERRUPTED:  # typer makes this of KeyboardInterrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except ScenarioError as error:
         print(f"deltaproof: {error}", file=sys.stderr)
@@ -537,17 +606,26 @@ def _guarded(body: Callable[[], Any]) -> int:
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         print("deltaproof: interrupted; ranks, store and temporary files are gone", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except KitError as error:
         print(f"deltaproof: the kit itself failed, nothing is known about the target: {error}", file=sys.stderr)
         return 4
+    except OSError as error:
+        if error.errno not in ENVIRONMENT_ERRORS:
+            return _kit_failed()
+        print(f"deltaproof: {error}", file=sys.stderr)
+        return 2
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
             print(f"deltaproof: {error.format_message()} (see deltaproof --help)", file=sys.stderr)
             return 2
-        traceback.print_exc()
-        print("deltaproof: the kit itself failed (please report the lines above)", file=sys.stderr)
-        return 4
+        return _kit_failed()
+
+
+def _kit_failed() -> int:
+    traceback.print_exc()
+    print("deltaproof: the kit itself failed (please report the lines above)", file=sys.stderr)
+    return 4
 
 
 if __name__ == "__main__":

@@ -201,6 +201,14 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _saved(report: Report, folder: Path) -> str:
+    try:
+        return str(save_failure(report, folder))
+    except OSError as error:
+        # The scenario is in the result too; a campaign of hours must not end for want of a folder.
+        return f"(not saved in {folder}: {error.strerror or error})"
+
+
 def _job(share: _Share, tell: Tell) -> Result:
     from ..simulator.processes.engine import ProcessEngine
 
@@ -229,7 +237,7 @@ def _job(share: _Share, tell: Tell) -> Result:
             report = broken[failure.smallest.to_json()]
             result.failures.append(
                 {
-                    "path": str(save_failure(report, share.failures)),
+                    "path": _saved(report, share.failures),
                     "broken": [f.property for f in report.findings if f.violations],
                     "message": report.violations[0].message,
                     "shrink_runs": failure.shrink_runs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -51,8 +52,11 @@ def save_failure(report: Report, folder: Path) -> Path:
     }
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{history.scenario.name}-{history.target}").strip("-.")[:100]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{slug}-{history.scenario.seed}.json"
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # The digest keeps two scenarios of one name and seed apart.
+    digest = hashlib.sha256(history.scenario.to_json().encode()).hexdigest()[:6]
+    path = folder / f"{slug}-{history.scenario.seed}-{digest}.json"
+    path.write_text(text)
     return path
 
 

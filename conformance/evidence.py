@@ -169,7 +169,11 @@ def when_held(first: int, last: int) -> str:
     if first == NEVER:
         return "a value the model never held for this key"
     since = "the initial value" if first == 0 else f"the value of step {first}"
-    return f"{since}, which the model still holds" if last == FOREVER else f"{since}, held until step {last}"
+    return (
+        f"{since}, which the model still holds"
+        if last == FOREVER
+        else f"{since}, which the model held until step {last}"
+    )
 
 
 def rank_of(client: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ def explain(violation: Violation, start_ms: float = 0.0) -> list[str]:
     v = violation
     lines = [f"{v.property}: {v.message}"]
     table = v.table if v.name in (None, v.table) else f"{v.table or '(no table)'}, published as {v.name!r}"
-    places = [("table", table), ("key", v.key), ("rank", v.rank), ("step", v.step), ("ts", v.ts)]
+    places = [("table", table), ("key", v.key), ("rank", v.rank), ("step", v.step), ("ts", _moment(v.ts))]
     lines += [f"  {label:<16}{value}" for label, value in places if value is not None]
     of_a_row = isinstance(v.expected, np.ndarray) or isinstance(v.found, np.ndarray) or v.expected is not None
     if of_a_row:
@@ -34,6 +35,16 @@ def explain(violation: Violation, start_ms: float = 0.0) -> list[str]:
         lines.append("  events:")
         lines += [f"  {event.line(start_ms)}" for event in v.events]
     return lines
+
+
+def _moment(ts: int | None) -> str | None:
+    """A publish timestamp with the time it means, if it means one."""
+    if ts is None:
+        return None
+    try:
+        return f"{ts} ({datetime.fromtimestamp(ts / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC, of the row in the store)"
+    except (OverflowError, ValueError, OSError):
+        return f"{ts} (of the row in the store)"
 
 
 def show(value: Any, other: Any = None) -> str:

@@ -21,6 +21,8 @@ import msgspec
 if TYPE_CHECKING:
     from .scenario import Scenario
 
+#: Greatest size of any number in a fault: 300 years in seconds, which every clock and counter can hold.
+NUMBER_MAX = 1e10
 Expect = Literal["tolerate", "fail-loudly"]
 Policy = Literal["stop-together", "fail-loudly", "empty-batches"]
 
@@ -56,6 +58,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def problems(self, scenario: Scenario) -> list[str]:
         """Reasons why this fault makes no sense in this scenario, one line each; empty when it does."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float | int) and not abs(value) <= NUMBER_MAX:
+                return [f"{field.name} is {value}; it must be a number of at most {NUMBER_MAX:g} either way"]
         rank = getattr(self, "rank", None)
         if rank is not None and not 0 <= rank < scenario.world_size:
             return [f"rank {rank} does not exist in a world of {scenario.world_size}"]
@@ -232,6 +238,8 @@ class StoreError(_AtStore, frozen=True, kw_only=True, tag="store-error"):
         found = super().problems(scenario)
         if not 400 <= self.status <= 599:
             found.append(f"status is {self.status}; an HTTP error is 400 to 599")
+        if self.retry_after_s is not None and not 0 <= self.retry_after_s <= 600:
+            found.append(f"retry_after_s is {self.retry_after_s:g}; it must be 0 to 600")
         if self.commit and self.status < 500:
             found.append(f"status {self.status} tells a client that nothing was applied; commit needs a 5xx status")
         return found
@@ -253,11 +261,25 @@ class StoreSlow(_AtStore, frozen=True, kw_only=True, tag="store-slow"):
     def failures(self) -> int:
         return 0
 
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if not 0 <= self.delay_ms <= 30_000:
+            found.append(f"delay_ms is {self.delay_ms}; it must be 0 to 30000, for clients give up on slower answers")
+        elif (delay_s := self.delay_ms * self.count / 1000) > scenario.deadlines.run_s / 2:
+            found.append(f"may add up to {delay_s:g} s, over half of deadlines.run_s ({scenario.deadlines.run_s:g} s)")
+        return found
+
 
 class StorePartial(_AtStore, frozen=True, kw_only=True, tag="store-partial"):
     """The store applies a batch but for its last ``rows_failed`` rows and says so in its reply."""
 
     rows_failed: int = 1
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.rows_failed < 1:
+            found.append(f"rows_failed is {self.rows_failed}; it must be at least 1")
+        return found
 
 
 AnyFault = (

@@ -8,6 +8,7 @@ by SIGKILL leaves everything up to its last record.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,6 +89,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Around every record a rank writes. When the disk is full or broken, the process ends with ``os.EX_IOERR``.
+
+    At once, because the target would otherwise meet the harness's own error, and because a run that was not recorded
+    cannot be judged.
+    """
+    try:
+        yield
+    except OSError as error:
+        os.write(2, f"deltaproof: cannot record this run: {error}\n".encode(errors="replace"))
+        os._exit(os.EX_IOERR)
+
+
 class EventWriter:
     """Appends events of one rank to a JSON-lines file, each flushed to the kernel before the call returns;
     thread-safe."""
@@ -100,8 +115,9 @@ class EventWriter:
 
     def write(self, kind: str, *, step: int | None = None, **data: Any) -> None:
         event = Event(t_ms=time.monotonic() * 1000, who=self._who, kind=kind, rank=self._rank, step=step, data=data)
-        with self._lock:
-            self._file.write(self._encoder.encode(event) + b"\n")
+        line = self._encoder.encode(event) + b"\n"
+        with self._lock, recording():
+            self._file.write(line)
 
     def close(self) -> None:
         self._file.close()
@@ -124,7 +140,8 @@ class LedgerWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-        self._writer = pa.ipc.new_stream(self._file, LEDGER_SCHEMA)
+        with recording():
+            self._writer = pa.ipc.new_stream(self._file, LEDGER_SCHEMA)
 
     def write(self, step: int, entries: Iterable[tuple[int, int, np.ndarray, np.ndarray | None]]) -> None:
         """``entries``: (what, table index, int64 keys (n,), float32 rows (n, dim) or None), all of one step."""
@@ -138,10 +155,13 @@ class LedgerWriter:
                 offsets = pa.array(np.arange(n + 1, dtype=np.int32) * rows.shape[1])
                 embedding = pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(rows).ravel()))
             columns = [np.full(n, step, np.int64), np.full(n, what, np.int8), np.full(n, table, np.int32), keys]
-            self._writer.write_batch(pa.record_batch([*map(pa.array, columns), embedding], schema=LEDGER_SCHEMA))
+            batch = pa.record_batch([*map(pa.array, columns), embedding], schema=LEDGER_SCHEMA)
+            with recording():
+                self._writer.write_batch(batch)
 
     def close(self) -> None:
-        self._writer.close()
+        with recording():
+            self._writer.close()
         self._file.close()
 
 
@@ -231,7 +251,8 @@ class RankOutcome:
 
 @dataclass
 class History:
-    """Everything observed in one run. ``writes``: WRITES_SCHEMA; ``final``: FINAL_SCHEMA; ``fired``: firings per fault
+    """Everything observed in one run. ``writes``: WRITES_SCHEMA; ``final``: FINAL_SCHEMA; ``strays``: accepted writes
+    to versions that are not the run's (``writes`` and ``final`` are of the run's own); ``fired``: firings per fault
     index."""
 
     scenario: Scenario
@@ -245,7 +266,7 @@ class History:
     final: pa.Table
     fired: list[int]
     wall_s: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    strays: pa.Table = field(default_factory=WRITES_SCHEMA.empty_table)
     stacks: dict[int, str] = field(default_factory=dict)
 
     @property

@@ -120,6 +120,10 @@ class Scenario(_Data, frozen=True, kw_only=True):
             raise ScenarioError(f"{where}: not JSON: {error}") from None
         if not isinstance(raw, dict):
             raise ScenarioError(f"{where}: a scenario is a JSON object, not {type(raw).__name__}")
+        try:
+            json.dumps(raw, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ScenarioError(f"{where}: holds text that is not valid Unicode, or is nested too deeply") from None
         version = raw.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ScenarioError(f"{where}: field 'version' is {version!r}; write \"version\": {SCENARIO_VERSION}")
@@ -131,7 +135,7 @@ class Scenario(_Data, frozen=True, kw_only=True):
         faults = raw.get("faults")
         for index, fault in enumerate(faults if isinstance(faults, list) else ()):
             kind = fault.get("fault") if isinstance(fault, dict) else None
-            if kind not in REGISTRY:
+            if not isinstance(kind, str) or kind not in REGISTRY:
                 raise ScenarioError(
                     f"{where}: faults[{index}]: unknown fault {kind!r}; known faults: {', '.join(REGISTRY)}"
                 )
@@ -157,8 +161,10 @@ class Scenario(_Data, frozen=True, kw_only=True):
             raise ScenarioError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
         scenario = cls.from_json(text, where=str(path))
         data = scenario.workload.data
-        if data is not None and not Path(data).is_absolute() and not Path(data).exists():
-            workload = msgspec.structs.replace(scenario.workload, data=str(path.parent / data))
+        if data is not None:
+            found = next((p for p in (path.parent / data, Path(data)) if p.exists()), path.parent / data)
+            # Absolute, because a failure file may be replayed from another folder.
+            workload = msgspec.structs.replace(scenario.workload, data=str(found.resolve()))
             scenario = msgspec.structs.replace(scenario, workload=workload)
         return scenario
 

@@ -78,7 +78,7 @@ def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
         raise ScenarioError(f"target {target!r} is neither 'reference', 'specimen:ID' nor 'package.module:factory'")
     try:
         factory: Callable[[RankContext], PublisherTarget] = getattr(importlib.import_module(kind), rest)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ScenarioError(f"cannot import target {target!r}: {type(error).__name__}: {error}") from error
     if not callable(factory):
         raise ScenarioError(f"target {target!r} is a {type(factory).__name__}, not a callable that takes a RankContext")

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "simulator": {"fakes", "reference"},
     "conformance": {"fakes", "reference", "simulator"},
     "cli": {"conformance", "fakes", "reference", "simulator"},
+    "__main__": {"cli"},
 }
 # Where tensors are needed. Elsewhere torch may be imported inside a function, by those who have it.
 NEEDS_TORCH = ("reference.tracker", "simulator.processes")

@@ -20,15 +20,15 @@ def no_phantom_rows(history: History) -> Finding:
     that rank 1's rows overwrite rank 0's (S33), rows of evaluation or warm-up batches, zeros for keys that were
     evicted. Rows of jobs that failed are held to the same rule: a failure excuses missing rows, never wrong ones.
     """
-    finding = Finding("no-phantom-rows", checked=history.writes.num_rows, unit="rows")
+    finding = Finding("no-phantom-rows", checked=history.writes.num_rows + history.strays.num_rows, unit="rows")
     if not finding.checked:
         finding.reason = "the store accepted no row"
         return finding
     starts = evidence.step_starts(history)
     arrived_ms = history.writes["t_ms"].to_numpy()
 
-    def violation(index: int, message: str, **details: object) -> Violation:
-        row = history.writes.slice(index, 1).to_pylist()[0]
+    def violation(index: int, message: str, of: pa.Table = history.writes, **details: object) -> Violation:
+        row = of.slice(index, 1).to_pylist()[0]
         rank = evidence.rank_of(row["client"] or "")
         details.setdefault("found", np.array(row["embedding"], np.float32))
         return Violation(
@@ -45,6 +45,12 @@ def no_phantom_rows(history: History) -> Finding:
     names = pa.array([t.embedding_name for t in history.tables.values()], pa.string())
     unknown = np.flatnonzero(~pc.is_in(history.writes["pk"], names).to_numpy())
     finding.report(unknown.tolist(), lambda i: violation(i, "no table is published under this name"))
+
+    versions = history.strays["version"].to_pylist()
+    finding.report(
+        range(len(versions)),
+        lambda i: violation(i, f"the row went to version {versions[i]!r}, which is not this run's", history.strays),
+    )
 
     for fqn, rows in evidence.written(history).items():
         ledger = rows.ledger

@@ -11,20 +11,24 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import msgspec
+import psutil
 import pyarrow as pa
+import pyarrow.compute as pc
 import urllib3
 
 from ...fakes.feature_store_py import FeatureStoreClient
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
 
 #: How often, in seconds, the supervisor looks whether a rank raised that has not exited yet.
 POLL_S = 0.25
+#: The exit code that multiprocessing makes up when the forkserver cannot tell one any more.
+FORKSERVER_LOST = 255
+#: Seconds within which processes must start; the first start waits for the forkserver's imports.
+START_S = 120.0
 #: A Unix socket's path has 107 bytes, and multiprocessing needs 33 of them for its own names.
 TMPDIR_BYTES_MAX = 74
 PRELOAD = "deltaproof.simulator.processes.preload"
@@ -57,7 +65,7 @@ def require_torch() -> None:
             found = None
         if found is None:
             raise ScenarioError(
-                f"the process engine needs {module}, which is not installed: pip install 'deltaproof[torch]'"
+                f"the process engine needs {module}, which is not installed: install the extra deltaproof[torch]"
             )
 
 
@@ -69,6 +77,14 @@ def require_short_tmpdir() -> None:
             f"the temporary folder {folder} has a name of over {TMPDIR_BYTES_MAX} bytes, too long for a socket; "
             "set TMPDIR to a shorter one"
         )
+
+
+def _sweep() -> None:
+    """Remove the folders of engines whose process was killed before it could do so itself."""
+    for folder in Path(tempfile.gettempdir()).glob("deltaproof-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class ProcessEngine:
@@ -88,7 +104,8 @@ class ProcessEngine:
         if start_method == "forkserver":
             self._context.set_forkserver_preload([PRELOAD])
         self._keep = keep
-        self._folder = Path(tempfile.mkdtemp(prefix="deltaproof-"))
+        _sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"deltaproof-{os.getpid()}-"))
         self._runs = 0
         self._ranks: list[BaseProcess] = []
         self._store: _StoreProcess | None = None
@@ -172,6 +189,11 @@ class ProcessEngine:
         events += requests
         events.sort(key=lambda e: e.t_ms)
         outcomes = supervisor.outcomes(events)
+        for outcome in outcomes:
+            if outcome.exitcode == os.EX_IOERR:
+                raise KitError(f"rank {outcome.rank} could not record the run: {_tail(folder, outcome.rank)}")
+        if all(outcome.exitcode == FORKSERVER_LOST for outcome in outcomes):
+            raise KitError("the forkserver died while the ranks were running")
         unusable = [o for o in outcomes if o.status in ("vanished",) and not any(True for _ in _of(events, o.rank))]
         if unusable:
             rank = unusable[0].rank
@@ -192,7 +214,8 @@ class ProcessEngine:
             outcomes=outcomes,
             tables=tables,
             manifest=manifest,
-            writes=writes,
+            writes=writes.filter(pc.equal(writes["version"], VERSION)),
+            strays=writes.filter(pc.not_equal(writes["version"], VERSION)),
             final=final,
             fired=fired,
             stacks=supervisor.stacks,
@@ -223,6 +246,50 @@ def _starting(cache: Path) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _start(processes: list[BaseProcess], cache: Path) -> None:
+    """Start processes. Raises KitError when that takes longer than START_S: the forkserver is stopped or stuck."""
+
+    def start() -> None:
+        try:
+            with _starting(cache):
+                for process in processes:
+                    process.start()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            done.set()
+
+    failures: list[BaseException] = []
+    done = threading.Event()  # not Thread.join: interrupted, CPython 3.11 takes the thread for ended
+    if not isinstance(processes[0], ForkServerProcess):
+        # Not from a thread: the kernel would take the thread's end for the death of the parent (die_with_parent).
+        start()
+    else:
+        threading.Thread(target=start, name="deltaproof-start", daemon=True).start()
+        try:
+            done.wait(START_S)
+        except BaseException:
+            done.wait(30)  # interrupted: let the starts that are under way end, so that they can be undone
+            raise
+        if not done.is_set():
+            _kill_forkserver()
+            raise KitError(f"no process could be started within {START_S:g} s; was the forkserver stopped?")
+    for failure in failures:
+        if isinstance(failure, EOFError | ConnectionError):
+            _kill_forkserver()
+            raise KitError("the forkserver died while processes were starting") from failure
+        raise failure
+
+
+def _kill_forkserver() -> None:
+    """End it and wait until it is dead, so that the next start makes a new one."""
+    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing reaps it
+
+
 def _of(events: list[Event], rank: int) -> list[Event]:
     return [e for e in events if e.who == f"rank{rank}"]
 
@@ -248,9 +315,7 @@ class Supervisor:
         ]
 
     def start(self) -> None:
-        with _starting(self.folder.parent / "torch"):
-            for process in self.ranks:
-                process.start()
+        _start(self.ranks, self.folder.parent / "torch")
 
     def wait(self) -> None:
         """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the
@@ -292,7 +357,8 @@ class Supervisor:
             self._note("rank-ended-by-supervisor", rank, why=self._ended[rank])
         _end([self.ranks[rank] for rank in ranks])
         for rank in ranks:
-            self.stacks[rank] = (self.folder / f"rank{rank}.stacks").read_text(errors="replace")
+            path = self.folder / f"rank{rank}.stacks"
+            self.stacks[rank] = path.read_text(errors="replace") if path.exists() else ""
 
     def _await_stacks(self, ranks: list[int]) -> None:
         """Give the ranks up to a second to print their stacks; faulthandler writes them from the signal handler."""
@@ -356,8 +422,7 @@ class _StoreProcess:
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=process_main, args=(child,), name="deltaproof-store", daemon=True
         )
-        with _starting(folder / "torch"):
-            self._process.start()
+        _start([self._process], folder / "torch")
         child.close()
         if not self._pipe.poll(120):
             self.close()
@@ -420,15 +485,15 @@ class _StoreProcess:
 
     def _content(self) -> pa.Table:
         """What a reader sees, by the read path that serving uses. Empty when no view was ever made."""
-        client = FeatureStoreClient(
-            access_key_id="deltaproof",
-            access_key_secret="deltaproof",
-            region="local",
-            endpoint=self.endpoint,
-            featuredb_username="reader",
-            featuredb_password="deltaproof",
-        )
         try:
+            client = FeatureStoreClient(
+                access_key_id="deltaproof",
+                access_key_secret="deltaproof",
+                region="local",
+                endpoint=self.endpoint,
+                featuredb_username="reader",
+                featuredb_password="deltaproof",
+            )
             project = client.get_project(PROJECT)
             view = None if project is None else project.get_dynamic_embedding_feature_view(VIEW)
             return FINAL_SCHEMA.empty_table() if view is None else view.scan(VERSION).select(FINAL_SCHEMA.names)

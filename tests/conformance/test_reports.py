@@ -164,7 +164,10 @@ def test_a_lost_row_says_which_older_value_hides_it(history: History) -> None:
     rows = rows_of(history)
     old = {**rows[-1], "pk": EBC, "sk": key, "ts": 10**7, "embedding": np.frombuffer(initial, np.float32)}
     (found,) = violations("no-lost-rows", with_writes(history, [*rows, old]))
-    assert f"serves the initial value, held until step {first - 1}, under the greater ts {10**7}" in found.message
+    assert (
+        f"serves the initial value, which the model held until step {first - 1}, under the greater ts {10**7}"
+        in found.message
+    )
     assert (found.key, found.rank, found.step) == (key, ledger.host[key], ledger.last_lookup[key])
     assert found.expected.tobytes() == ledger.final[key].tobytes()
     assert found.found.tobytes() == initial
@@ -260,7 +263,7 @@ def test_an_explanation_holds_all_that_is_needed(history: History) -> None:
         "  key             9007199254740993",
         "  rank            1",
         "  step            49",
-        "  ts              1700000000001",
+        "  ts              1700000000001 (2023-11-14 22:13:20 UTC, of the row in the store)",
         "  the model holds [1.5, -0.0]",
         "  the store holds [1.5, 0.0]",
         "  events:",

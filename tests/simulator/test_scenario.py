@@ -42,6 +42,27 @@ BAD = {
         {"tables": [{"name": "a"}, {"name": "a", "owner": "ebc_user"}]},
         "would both be published as",
     ),
+    "a clock that is NaN": (
+        {"faults": [{"fault": "clock-offset", "rank": 0, "seconds": float("nan")}]},
+        "seconds is nan",
+    ),
+    "an infinite jump": (
+        {"faults": [{"fault": "clock-jump", "rank": 0, "step": 1, "seconds": float("inf")}]},
+        "seconds is inf",
+    ),
+    "a clock beyond all clocks": ({"faults": [{"fault": "clock-offset", "rank": 0, "seconds": 1e17}]}, "at most 1e+10"),
+    "a deadline that is NaN": ({"deadlines": {"run_s": float("nan")}}, "deadlines.run_s is nan"),
+    "a wait that is NaN": (
+        {"faults": [{"fault": "store-error", "status": 429, "retry_after_s": float("nan")}]},
+        "retry_after_s is nan",
+    ),
+    "slower than the deadline": (
+        {"faults": [{"fault": "store-slow", "delay_ms": 10000, "count": 5}], "deadlines": {"run_s": 12}},
+        "over half of deadlines.run_s",
+    ),
+    "a fault whose kind is a list": ({"faults": [{"fault": []}]}, "unknown fault []"),
+    "half a surrogate pair": ({"name": "\ud800"}, "not valid Unicode"),
+    "no rows to fail": ({"faults": [{"fault": "store-partial", "rows_failed": 0}]}, "rows_failed is 0"),
     "no tables": ({"tables": []}, "tables is empty"),
     "same table twice": ({"tables": [{"name": "a"}, {"name": "a"}]}, "already has a table 'a'"),
     "odd dim": ({"tables": [{"name": "a", "dim": 3}]}, "dim is 3"),

@@ -1,8 +1,12 @@
 """Publishers that misbehave, named as targets by the engine's tests. Imported inside rank processes only."""
 
 import contextlib
+import dataclasses
 import os
+import signal
 import threading
+
+from deltaproof.simulator.target import reference
 
 
 class Silent:
@@ -57,3 +61,67 @@ def nothing(context) -> None:
 
 
 not_callable = 7
+
+
+class BreaksTheRecords(Silent):
+    """Lets every later write of the rank's events fail, as a full disk would."""
+
+    def after_step(self, step: int) -> None:
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{entry}").endswith("events.jsonl"):
+                    os.dup2(os.open("/dev/full", os.O_WRONLY), int(entry))
+
+
+class KillsTheForkserver(Silent):
+    def after_step(self, step: int) -> None:
+        if self.rank == 0 and step == 2:
+            os.kill(os.getppid(), signal.SIGKILL)
+        if step == 2:
+            threading.Event().wait(30)  # until the death of the parent ends this rank too
+
+
+def writes_elsewhere(context):
+    return _with_version(context, lambda version: ["elsewhere"])
+
+
+def also_writes_elsewhere(context):
+    return _with_version(context, lambda version: [version, "default"])
+
+
+def _with_version(context, versions):
+    """The reference on a client whose views write to other versions than they are told."""
+    client = context.client_factory()
+
+    class View:
+        def __init__(self, inner) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def write_features_arrow(self, *, version, **kwargs):
+            for other in versions(version):
+                self.inner.write_features_arrow(version=other, **kwargs)
+
+        def write_flush(self):
+            summary = self.inner.write_flush()
+            share = len(versions(""))
+            return {k: v // share if isinstance(v, int) else v for k, v in summary.items()}
+
+    class Project:
+        def __init__(self, inner) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def get_dynamic_embedding_feature_view(self, name):
+            found = self.inner.get_dynamic_embedding_feature_view(name)
+            return found and View(found)
+
+    class Client:
+        def get_project(self, name):
+            return Project(client.get_project(name))
+
+    return reference(dataclasses.replace(context, client_factory=Client))

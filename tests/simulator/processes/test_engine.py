@@ -1,7 +1,11 @@
 """Real ranks against a real server: what is tolerated is tolerated, and whatever a target does, the harness ends."""
 
+import multiprocessing.forkserver
 import os
 import signal
+import subprocess
+import tempfile
+from typing import Any
 
 import msgspec
 import psutil
@@ -10,8 +14,9 @@ import pytest
 from deltaproof.conformance.check import check
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.catalogue import MIXED, demo_scenarios
-from deltaproof.simulator.errors import ScenarioError
+from deltaproof.simulator.errors import KitError, ScenarioError
 from deltaproof.simulator.faults import Exhaustion, Policy, RankKill, RankRaise
+from deltaproof.simulator.processes import engine as engine_module
 from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -149,3 +154,50 @@ def test_a_store_that_was_killed_is_started_anew(engine) -> None:
     os.kill(store._process.pid, signal.SIGKILL)
     store._process.join(10)
     assert check(engine, SHORT).verdict is Verdict.HELD
+
+
+def test_a_run_that_cannot_be_recorded_says_nothing_about_the_target(engine) -> None:
+    with pytest.raises(KitError, match="could not record the run"):
+        engine.run(SHORT, targeted("BreaksTheRecords"))
+
+
+def test_rows_written_to_another_version_are_phantoms(engine) -> None:
+    report = check(engine, SHORT, targeted("also_writes_elsewhere"))
+    messages = [v.message for v in report.violations if v.property == "no-phantom-rows"]
+    assert any("went to version 'default'" in m for m in messages), messages
+
+
+def test_rows_that_went_to_another_version_alone_are_lost_even_when_a_peer_dies(engine) -> None:
+    scenario = msgspec.structs.replace(SHORT, faults=(RankKill(rank=1, point="finish.after"),))
+    report = check(engine, scenario, targeted("writes_elsewhere"))
+    assert {"no-silent-loss", "no-phantom-rows"} <= {v.property for v in report.violations}
+
+
+def test_a_stopped_forkserver_is_an_error_of_the_kit_within_its_deadline(engine, monkeypatch) -> None:
+    engine.run(SHORT)
+    monkeypatch.setattr(engine_module, "START_S", 1.0)
+    forkserver: Any = multiprocessing.forkserver._forkserver
+    os.kill(forkserver._forkserver_pid, signal.SIGSTOP)
+    with pytest.raises(KitError, match="no process could be started"):
+        engine.run(SHORT)
+    monkeypatch.undo()
+    assert check(engine, SHORT).verdict is Verdict.HELD
+
+
+def test_a_forkserver_that_dies_in_a_run_is_an_error_of_the_kit(engine) -> None:
+    with pytest.raises(KitError, match="forkserver died"):
+        engine.run(SHORT, targeted("KillsTheForkserver"))
+    assert check(engine, SHORT).verdict is Verdict.HELD
+
+
+def test_folders_of_killed_engines_are_swept(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait(10)
+    stale, mine, other = (tmp_path / f"deltaproof-{n}-x" for n in (gone.pid, os.getpid(), "y"))
+    for folder in (stale, mine, other):
+        folder.mkdir()
+    engine_module._sweep()
+    assert not stale.exists()
+    assert mine.exists()
+    assert other.exists()

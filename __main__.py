@@ -1,0 +1,6 @@
+"""``python -m deltaproof``."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()
