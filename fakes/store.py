@@ -527,7 +527,8 @@ def _is_one_name(names: pa.StringArray) -> bool:
     """Whether all are equal, seen from their bytes: many times faster than encoding them, and nearly always so."""
     _, offsets_buffer, data_buffer = names.buffers()
     count = len(names)
-    offsets = np.frombuffer(offsets_buffer, np.int32)[names.offset : names.offset + count + 1]
+    # With a count: a sender's buffer may be a few bytes longer than its numbers.
+    offsets = np.frombuffer(offsets_buffer, np.int32, names.offset + count + 1)[names.offset :]
     length = int(offsets[1]) - int(offsets[0])
     if (offsets[1:] - offsets[:-1] != length).any():
         return False

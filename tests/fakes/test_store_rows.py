@@ -97,3 +97,15 @@ def test_a_table_takes_little_more_memory_than_its_rows() -> None:
     (tables,) = (view.versions[VERSION] for view in store._views.values())
     columns = [value for value in vars(tables[TABLE]).values() if isinstance(value, np.ndarray)]
     assert sum(column.nbytes for column in columns) <= 1.5 * rows * (8 + 8 + 4 * dim)
+
+
+def test_names_in_a_buffer_of_odd_length_are_read() -> None:
+    offsets = np.array([0, 1, 2], dtype=np.int32).tobytes() + b"x"
+    names = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(b"tt")])
+    names.validate(full=True)
+    embedding = pa.array([[1.0], [2.0]], pa.list_(pa.float32()))
+    batch = pa.RecordBatch.from_arrays([names, pa.array([1, 2]), embedding], ["pk", "sk", "embedding"])
+    store = fresh_store()
+    store.write(PROJECT, VIEW, batch.slice(1), version=VERSION, ts=1)
+    store.write(PROJECT, VIEW, batch, version=VERSION, ts=2)
+    assert store.lookup(PROJECT, VIEW, VERSION, names, batch.column("sk")).num_rows == 2
