@@ -26,7 +26,7 @@ from . import handlers, wire
 from .faults import ResetFault, SlowBodyFault, TruncateFault
 from .handlers import Broken, Call, Reply
 from .signature import check_content
-from .state import RequestEntry, ServerState, check_loopback
+from .state import RequestEntry, ServerState, check_loopback, check_same_origin
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ def identify(state: ServerState, request: web.Request, group: str) -> str:
     if group in ("health", "admin"):
         if group == "admin":
             check_loopback(request.remote)
+            check_same_origin(request.headers)
         return ""
     if group == "control":
         return state.check_signature(request.method, request.raw_path, request.headers)

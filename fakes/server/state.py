@@ -240,6 +240,24 @@ def check_loopback(remote: str | None) -> None:
         raise AccessDenied("admin routes answer on loopback only")
 
 
+def check_same_origin(headers: Mapping[str, str]) -> None:
+    """Raise AccessDenied when a web page of another origin makes the browser of this machine ask.
+
+    Such a request comes from loopback, too, and a page could wipe the store. Browsers name the page in ``Origin`` and
+    ``Sec-Fetch-Site``; a name that resolves to this machine (DNS rebinding) shows in ``Host``.
+    """
+    host = headers.get("Host", "").lower()
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    try:
+        local = name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        local = False
+    origin = headers.get("Origin")
+    foreign = origin is not None and origin.partition("://")[2].lower() != host
+    if not local or foreign or headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        raise AccessDenied("admin routes answer this machine's own programs, not web pages of other origins")
+
+
 def parse_int(name: str, text: str, low: int, high: int) -> int:
     """An integer parameter, or InvalidParameter naming it and its range."""
     if re.fullmatch(r"-?[0-9]{1,19}", text) and low <= int(text) <= high:

@@ -63,6 +63,9 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
     try:
         messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))
         for message in messages:
+            if message.type not in ("schema", "record batch"):
+                # No legal column needs a dictionary, and a compressed one would be inflated before it is looked at.
+                raise MalformedBody(f"Arrow: a {message.type} message is refused; send plain columns")
             if _is_compressed(message.metadata.to_pybytes()):
                 raise MalformedBody("Arrow: compressed buffers are refused; send the stream uncompressed")
         # The usual case apart, for speed: a stream of one batch need not be opened a second time.

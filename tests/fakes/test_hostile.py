@@ -78,6 +78,10 @@ def crafted() -> dict[str, bytes]:
     batch = rows(["t"] * 100, list(range(100)), [[0.0] * 8] * 100)
     with pa.ipc.new_stream(compressed, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_batch(batch)
+    dictionary = pa.BufferOutputStream()
+    encoded = batch.set_column(0, "pk", batch.column("pk").dictionary_encode())
+    with pa.ipc.new_stream(dictionary, encoded.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_batch(encoded)
     bad = [None, pa.py_buffer(struct.pack("<ii", 0, 2)), pa.py_buffer(b"\xff\xfe")]
     bad_utf8 = pa.Array.from_buffers(pa.string(), 1, bad)
     # Offsets that no library would write: patched into the bytes, the only place of that pattern.
@@ -96,6 +100,7 @@ def crafted() -> dict[str, bytes]:
         "truncated": ipc(one)[:-20],
         "arrow file, not stream": b"ARROW1\x00\x00" + ipc(one),
         "compressed": compressed.getvalue().to_pybytes(),
+        "compressed dictionary": dictionary.getvalue().to_pybytes(),
         "bad utf-8": ipc(one.set_column(0, "pk", bad_utf8)),
         "string offset far out": far,
         "string offsets going back": back,
@@ -522,6 +527,35 @@ def test_admin_answers_on_loopback_only(server: FeatureStoreServer, raw: Raw) ->
             check_loopback(peer)
         with pytest.raises(AccessDenied):
             identify(server.state, cast(web.Request, SimpleNamespace(remote=peer)), "admin")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/_admin/reset"), ("GET", "/_admin/requests")])
+def test_a_web_page_of_another_origin_cannot_use_the_admin_routes(
+    server: FeatureStoreServer, raw: Raw, method: str, path: str, headers: dict[str, str]
+) -> None:
+    refused(raw(method, path, headers=headers), "AccessDenied", status=403)
+    assert server.store.view(PROJECT, VIEW).name == VIEW
+
+
+def test_a_page_of_the_server_itself_may_use_the_admin_routes(raw: Raw) -> None:
+    for headers in (
+        {"Origin": raw.base},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Host": "localhost:1"},
+        {"Host": "[::1]"},
+    ):
+        assert raw("GET", "/_admin/requests", headers=headers).status == 200
 
 
 @pytest.mark.parametrize(
