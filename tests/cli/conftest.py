@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -6,6 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+
+def _heed_ctrl_c() -> None:
+    """A suite that a shell script started in the background ignores SIGINT, and its children would, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Cli:
@@ -26,6 +32,7 @@ class Cli:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_heed_ctrl_c,
         )
 
     def run(self, *args: str, timeout_s: float = 100, **env: str) -> subprocess.CompletedProcess:
