@@ -119,7 +119,8 @@ def test_the_credential_endpoint_s_vault_judges(clock: Clock) -> None:
         refused("InvalidSecurityToken.Expired", client)
 
 
-@pytest.mark.parametrize(("offset_s", "accepted"), [(-901, False), (-880, True), (880, True), (901, False)])
+# A minute on either side of 15: the date header has whole seconds, and a busy machine answers late.
+@pytest.mark.parametrize(("offset_s", "accepted"), [(-960, False), (-840, True), (840, True), (960, False)])
 def test_the_date_window(strict: FeatureStoreServer, clock: Clock, offset_s: float, accepted: bool) -> None:
     clock.offset_s = offset_s
     if accepted:
