@@ -194,12 +194,12 @@ class ProcessEngine:
                 raise KitError(f"rank {outcome.rank} could not record the run: {_tail(folder, outcome.rank)}")
         if all(outcome.exitcode == FORKSERVER_LOST for outcome in outcomes):
             raise KitError("the forkserver died while the ranks were running")
-        unusable = [o for o in outcomes if o.status in ("vanished",) and not any(True for _ in _of(events, o.rank))]
-        if unusable:
-            rank = unusable[0].rank
-            raise KitError(
-                f"rank {rank} ended before it could start (exit code {unusable[0].exitcode}): {_tail(folder, rank)}"
-            )
+        for outcome in outcomes:
+            if outcome.status == "vanished" and not _of(events, outcome.rank):
+                raise KitError(
+                    f"rank {outcome.rank} ended before it could start (exit code {outcome.exitcode}): "
+                    f"{_tail(folder, outcome.rank)}"
+                )
         try:
             tables = build_tables(
                 scenario, manifest, [read_ledger(folder / f"rank{r}.ledger.arrows") for r in range(scenario.world_size)]
