@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
@@ -236,6 +237,8 @@ def _starting(cache: Path) -> Iterator[None]:
     unset = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     if unset:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    # Started in between, the resource tracker would unblock SIGINT again before the forkserver inherits the mask.
+    multiprocessing.resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

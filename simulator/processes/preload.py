@@ -2,9 +2,14 @@
 
 Nothing here may touch CUDA: a forked child could not use it any more.
 """
+# ruff: noqa: E402 - what the imports read must be set before them
 
 import importlib
 import os
+import signal
+
+# Ranks inherit it: Ctrl-C is the supervisor's to handle, also while a rank has only begun to start.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -201,3 +202,14 @@ def test_folders_of_killed_engines_are_swept(tmp_path, monkeypatch) -> None:
     assert not stale.exists()
     assert mine.exists()
     assert other.exists()
+
+
+def test_ctrl_c_reaches_no_child_at_any_moment_of_its_start(engine) -> None:
+    """A rank that has only begun to start cannot ignore SIGINT yet: it must be born with the signal blocked."""
+    engine.warm_up()
+    children = [p for p in psutil.Process().children(recursive=True) if "forkserver" in " ".join(p.cmdline())]
+    assert len(children) >= 2, "the forkserver and the store"
+    for child in children:
+        status = Path(f"/proc/{child.pid}/status").read_text()
+        blocked = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))
+        assert blocked & 1 << signal.SIGINT - 1, child
