@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 
 _COLUMNS = {
     "global_step": pa.int64(),
@@ -134,5 +135,5 @@ def _first_offender(batch: pa.RecordBatch, dims: Mapping[str, int] | None) -> tu
     return None
 
 
-def _first(mask: npt.NDArray[np.bool_]) -> int:
+def _first(mask: Mask) -> int:
     return int(np.argmax(mask))

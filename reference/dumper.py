@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from .contract import Collection
-from .delta import DeltaError, Keys, Rows, make_delta
+from .delta import DeltaError, Keys, Mask, Rows, make_delta
 from .settings import Settings
 
 DATA_PARALLEL = "data_parallel"
@@ -44,6 +44,12 @@ class TableSource(Protocol):
 
     def gather(self, fqn: str, keys: Keys) -> Rows:
         """Rows these global keys hold now: float32 (n, dim), read through fresh handles, owned by the caller."""
+
+    def hosts(self, fqn: str, keys: Keys) -> Mask:
+        """Which of these global keys this rank holds rows of, bool (n,): none in a table of another rank, or unknown.
+
+        Data-parallel tables are held by every rank; keys past the end of a table by none.
+        """
 
     def paused(self) -> AbstractContextManager[None]:
         """While inside, forwards are not recorded (evaluation). Nests, and ends however the block ends."""

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from .contract import Collection, fqn, strip_wrappers
-from .delta import DeltaError, Keys, Rows
+from .delta import DeltaError, Keys, Mask, Rows
 from .dumper import TableInfo
 
 SHARDINGS = ("row_wise", "table_wise", "data_parallel")
@@ -122,6 +122,13 @@ class TorchRecSource:
             weights = self._weights(fqn)
             rows = weights.index_select(0, local.to(weights.device)).float().cpu()
         return rows.numpy()
+
+    def hosts(self, fqn: str, keys: Keys) -> Mask:
+        """Which global keys lie in this rank's shard of the table, bool (n,)."""
+        if fqn not in self._shards:
+            return np.zeros(len(keys), np.bool_)
+        row = keys - self._first_row(fqn)
+        return (row >= 0) & (row < self._shards[fqn].rows)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

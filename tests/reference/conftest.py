@@ -184,6 +184,9 @@ class ArraySource:
     def gather(self, fqn: str, keys: np.ndarray) -> np.ndarray:
         return self.weights[fqn][keys]
 
+    def hosts(self, fqn: str, keys: np.ndarray) -> np.ndarray:
+        return (keys >= 0) & (keys < (self.infos[fqn].rows if fqn in self.infos else 0))
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         self.depth += 1

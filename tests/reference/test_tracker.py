@@ -61,7 +61,8 @@ def keys_of(drained: dict[str, np.ndarray]) -> dict[str, list[int]]:
 
 
 def test_the_ids_of_every_sharding_become_global_keys_of_their_own_table(ranks: Any, drawn: Any) -> None:
-    for rank, (infos, intervals) in enumerate(ranks("follow")):
+    for rank, (infos, intervals, hosted) in enumerate(ranks("follow")):
+        assert hosted == {fqn: list(of[rank] or ()) for fqn, (_, of) in LAYOUT.items()} | {"ec.embeddings.unknown": []}
         assert {fqn: (hosted, features) for fqn, (_, hosted, _, features) in infos.items()} == {
             fqn: (ranges[rank] is not None, tuple(features)) for fqn, (features, ranges) in LAYOUT.items()
         }

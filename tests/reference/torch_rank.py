@@ -42,6 +42,7 @@ from deltaproof.reference.tracker import TorchRecSource, TrackerError
 
 ROWS, FEATURES = 51, ("fa", "fb", "fc")
 CPU = torch.device("cpu")
+EXTREMES = (-(2**63), -(2**63) + 1, 2**63 - 1)  # taking a first row from the least int64 wraps round
 RW, TW, DP = (
     row_wise(compute_kernel="fused"),
     lambda rank: table_wise(rank=rank, compute_kernel="fused"),
@@ -171,7 +172,9 @@ def follow(rank: int, world_size: int, folder: Path) -> Any:
         rows = {fqn: source.gather(fqn, keys) for fqn, keys in drained.items()}
         intervals.append((drained, rows, before, run.weights()))
     infos = {fqn: (info.sharding, info.hosted, info.dim, info.feature_names) for fqn, info in source.tables().items()}
-    return infos, intervals
+    asked = np.array([*range(-2, ROWS + 2), *EXTREMES], np.int64)
+    hosted = {fqn: asked[source.hosts(fqn, asked)].tolist() for fqn in (*infos, "ec.embeddings.unknown")}
+    return infos, intervals, hosted
 
 
 def live(rank: int, world_size: int, folder: Path) -> Any:
