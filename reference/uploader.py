@@ -15,10 +15,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from .delta import constant, validate
@@ -59,9 +61,23 @@ class WindowError(Exception):
         self.retriable, self.retry_after_s = retriable, retry_after_s
 
 
+class Keep(Protocol):
+    """Where rows are kept beside the store: `shards.py` has one for acknowledged steps and one for given-up ones.
+
+    Called with the step, the number of this submission (0, 1, … per uploader; a step may have several), its delta
+    (DELTA_SCHEMA) and one ts per row, int64 (rows,), as the store has them or would have had them. An exception is a
+    failure of the step: retried as an answer of the store is, then reported.
+    """
+
+    def __call__(self, step: int, seq: int, table: pa.Table, stamps: npt.NDArray[np.int64]) -> None: ...
+
+
 class _Job(msgspec.Struct, eq=False):
     step: int
+    seq: int
     table: pa.Table
+    stamps: list[int] = []  # one per batch, of the last attempt
+    spilled: bool = False  # or being spilled
 
 
 class Uploader:
@@ -72,6 +88,9 @@ class Uploader:
         clock: has `time()`, the wall clock in seconds that ts are taken from.
         names: published name per table FQN; without it a table is published under its FQN.
         dims: embedding dimension per table FQN; without it dimensions are not checked here.
+        reconnect: makes a view with fresh credentials; asked for one when the store says that a token expired.
+        retain: gets every step after the store acknowledged all of it, and before the uploader says so.
+        spill: gets every step that is given up, once, with ts above all those used before.
     """
 
     def __init__(
@@ -84,7 +103,11 @@ class Uploader:
         *,
         names: Mapping[str, str] | None = None,
         dims: Mapping[str, int] | None = None,
+        reconnect: Callable[[], Any] | None = None,
+        retain: Keep | None = None,
+        spill: Keep | None = None,
     ) -> None:
+        self._reconnect, self._retain, self._spill = reconnect, retain, spill
         self._view, self._settings, self._clock, self._names, self._dims = view, settings, clock, names, dims
         self._rank, self._world_size = rank, world_size
         # A write larger than the SDK's batch would be split there, and its summary would count other batches than ours.
@@ -96,7 +119,7 @@ class Uploader:
         self._failure: str | None = None
         self._open = self._abandoned = False
         self._window_began_s: float | None = None
-        self._ts_last = 0
+        self._ts_last = self._submitted = 0
         self.acknowledged_step: int | None = None
         self.counters = {"steps": 0, "rows": 0, "batches": 0, "retries": 0}
 
@@ -119,8 +142,9 @@ class Uploader:
             DeltaError: a row that must not be sent. UploadError: an earlier step failed, or the uploader is closed.
         """
         self._check_rows(step, table)
-        job = _Job(step=step, table=table)
         with self._changed:
+            job = _Job(step=step, seq=self._submitted, table=table)
+            self._submitted += 1
             self._wait_for_room(job)
             self._jobs.append(job)
             self._changed.notify_all()
@@ -134,6 +158,16 @@ class Uploader:
         """Steps submitted and not acknowledged, in order; one entry per submission."""
         with self._changed:
             return tuple(job.step for job in self._jobs)
+
+    def pending(self) -> list[tuple[int, pa.Table]]:
+        """Step and delta of every submission that is not acknowledged, in order. What is in flight is among them."""
+        with self._changed:
+            return [(job.step, job.table) for job in self._jobs]
+
+    @property
+    def ts_last(self) -> int:
+        """Greatest ts (ms) that was given to a row or found in the store at the start; 0 before `start`."""
+        return self._ts_last
 
     def drain(self) -> None:
         """Wait until everything submitted is acknowledged, at most `close_timeout_s`.
@@ -163,6 +197,7 @@ class Uploader:
                 self.drain()
         finally:
             self._stop()
+            self._spill_rest()
         with self._changed:
             self._raise_failure()
             if self._jobs:
@@ -221,8 +256,11 @@ class Uploader:
         while (job := self._next_job()) is not None:
             try:
                 self._upload(job)
+                if self._retain is not None:
+                    self._retain(job.step, job.seq, job.table, self._row_stamps(job))
             except Exception as error:
                 self._fail(job, error)
+                self._spill_rest()
             else:
                 self._acknowledge(job)
 
@@ -270,16 +308,39 @@ class Uploader:
         Batches that an earlier attempt placed go again. Which ones it placed is not known after a timeout, and an
         incremental reader may have moved past their old ts.
         """
-        batches, stamps = self._batches(job.table), iter(self._stamps(job))
+        with self._changed:
+            batches, stamps = self._batches(job.table), iter(self._stamps(job))
+        job.stamps = []
         while window := list(itertools.islice(batches, self._settings.max_workers)):
-            self._window(window, list(itertools.islice(stamps, len(window))))
+            job.stamps += itertools.islice(stamps, len(window))
+            self._window(window, job.stamps[-len(window) :])
+
+    def _row_stamps(self, job: _Job) -> npt.NDArray[np.int64]:
+        """The ts of each row of the job, shape (rows,)."""
+        return np.repeat(np.array(job.stamps, np.int64), self._batch_rows(job.table))
+
+    def _spill_rest(self) -> None:
+        """Hand what will not be sent to `spill`, with the ts that it would have had."""
+        while self._spill is not None:
+            with self._changed:
+                job = next((job for job in self._jobs if not job.spilled), None)
+                if job is None:
+                    return
+                job.spilled, job.stamps = True, list(self._stamps(job))
+            self._spill(job.step, job.seq, job.table, self._row_stamps(job))
 
     def _stamps(self, job: _Job) -> Sequence[int]:
         """One ts (ms) per batch: strictly increasing for this rank, whatever the wall clock does."""
-        batches = sum(-(-chunk.num_rows // self._batch_size) for chunk in job.table.to_batches())
+        batches = len(self._batch_rows(job.table))
         first = max(self._ts_last + 1, self._wall_ms())
         self._ts_last = first + batches - 1
         return range(first, first + batches)
+
+    def _batch_rows(self, table: pa.Table) -> list[int]:
+        """Rows of each batch that `_batches` makes."""
+        size = self._batch_size
+        sizes = (chunk.num_rows for chunk in table.to_batches())
+        return [min(size, rows - start) for rows in sizes for start in range(0, rows, size)]
 
     def _batches(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         """What goes to the store: slices of at most one SDK batch, under the view's field names. Nothing is copied.
