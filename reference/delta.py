@@ -103,7 +103,7 @@ def validate(table: pa.Table, dims: Mapping[str, int] | None = None) -> None:
     """
     if table.schema.names != DELTA_SCHEMA.names or table.schema.types != DELTA_SCHEMA.types:
         raise DeltaError(f"schema is {table.schema}, expected {DELTA_SCHEMA}", table="", key=None, step=None)
-    for batch in table.to_batches():
+    for batch in table.to_batches(max_chunksize=CHUNK_ROWS):  # however large a chunk is, the masks below stay small
         if batch.num_rows and (found := _first_offender(batch, dims)):
             row, what = found
             fqn, key, step = (batch[name][row].as_py() for name in ("table_fqn", "key_id", "global_step"))
@@ -128,8 +128,10 @@ def _first_offender(batch: pa.RecordBatch, dims: Mapping[str, int] | None) -> tu
             wanted = dims.get(fqns()[row], "none: it is not in the model")
             return row, f"the embedding has dimension {lengths[row]}, its table has {wanted}"
     numbers = lists.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
-    finite = np.isfinite(numbers)
-    if not finite.all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        # NaN and Inf stay in a sum: one reading pass, no mask. A sum that merely overflowed is looked at closely.
+        suspect = not np.isfinite(np.add.reduce(numbers))
+    if suspect and not (finite := np.isfinite(numbers)).all():
         place = _first(~finite)
         return int(np.searchsorted(np.cumsum(lengths), place, side="right")), f"the embedding holds {numbers[place]}"
     return None
