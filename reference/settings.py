@@ -38,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttl_s: int = 1_296_000
     shard_count: int = 1
     replication_count: int = 1
+    restart: Literal["repair", "pending-only"] = "repair"  # the second: for an SDK that cannot list changed rows
+    settle_s: float = 2.0  # a restart waits this long for the last requests of the job before it
 
     def __post_init__(self) -> None:
         for name in ("project", "view", "entity"):
@@ -65,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
                 raise ValueError(f"setting {name} is {number}, expected a positive number")
+        if not 0 <= self.settle_s < float("inf"):
+            raise ValueError(f"setting settle_s is {self.settle_s}, expected a number of seconds, 0 or more")
         for name, most in (("shard_count", 20), ("replication_count", 3)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"setting {name} is {getattr(self, name)}, expected 1 to {most}")

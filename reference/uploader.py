@@ -130,7 +130,7 @@ class Uploader:
 
         Raises whatever the view raises when the mark cannot be read: without it old rows could win.
         """
-        self._ts_last = self._high_water_ts()
+        self.catch_up()
         self._thread = threading.Thread(target=self._work, name=f"deltaproof-upload-{self._rank}", daemon=True)
         self._open = True
         self._thread.start()
@@ -168,6 +168,21 @@ class Uploader:
     def ts_last(self) -> int:
         """Greatest ts (ms) that was given to a row or found in the store at the start; 0 before `start`."""
         return self._ts_last
+
+    def catch_up(self, ts: int = 0) -> None:
+        """Rule out, for rows to come, `ts` (ms) and all below it, and all up to the store's high-water mark of now."""
+        mark = max(ts, self._high_water_ts())
+        with self._changed:
+            self._ts_last = max(self._ts_last, mark)
+
+    def watermark_ms(self) -> int:
+        """A ts above which all rows to come will be; no row of this uploader had a greater one so far.
+
+        Rules out the wall clock's present time: otherwise an idle rank's watermark would never move.
+        """
+        with self._changed:
+            self._ts_last = max(self._ts_last, self._wall_ms())
+            return self._ts_last
 
     def drain(self) -> None:
         """Wait until everything submitted is acknowledged, at most `close_timeout_s`.
