@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deltaproof.reference.delta import CHUNK_ROWS, DELTA_SCHEMA, DeltaError, constant, make_delta, validate
@@ -96,6 +96,19 @@ def test_a_value_that_is_not_finite_is_refused_with_table_key_and_step(bad: floa
     with pytest.raises(DeltaError, match=r"table 'm.ebc.embedding_bags.t', key 11, step 7") as caught:
         validate(pa.concat_tables([good, table]))
     assert (caught.value.table, caught.value.key, caught.value.step) == (FQN, 11, 7)
+
+
+@given(st.lists(st.floats(width=32) | st.sampled_from([3e38, -3e38, np.nan, np.inf, -np.inf]), min_size=1))
+@example([3e38, 3e38, -3e38, -3e38])  # finite, though a sum of them is not
+@example([np.inf, -np.inf])
+def test_a_value_is_refused_exactly_when_it_is_not_finite(values: list[float]) -> None:
+    table = delta(range(len(values)), np.array(values, np.float32).reshape(-1, 1))
+    bad = [key for key, value in enumerate(values) if not np.isfinite(value)]
+    if not bad:
+        return validate(table)
+    with pytest.raises(DeltaError, match=rf"holds -?(nan|inf) .*, key {bad[0]}, step 7"):
+        validate(table)
+    return None
 
 
 def test_the_reserved_key_is_refused_with_table_key_and_step() -> None:
