@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from .delta import DeltaError, Keys, Mask, Rows, make_delta
 from .settings import Settings
 
 DATA_PARALLEL = "data_parallel"
+Source = Literal["dump", "restore", "final"]  # why rows are sent
 
 
 class TableInfo(msgspec.Struct, frozen=True):
@@ -52,7 +54,28 @@ class TableSource(Protocol):
         """
 
     def paused(self) -> AbstractContextManager[None]:
-        """While inside, forwards are not recorded (evaluation). Nests, and ends however the block ends."""
+        """While inside, forwards are not recorded (evaluation). Nests, and ends however the block ends.
+
+        Holds for the calling thread alone: an evaluation beside the training thread must not hide what that looks up.
+        """
+
+
+class Pause:
+    """Says whether this thread evaluates. Kept in a context variable, which `asyncio.to_thread` passes on too."""
+
+    def __init__(self) -> None:
+        self._depth = ContextVar("evaluations", default=0)
+
+    def __bool__(self) -> bool:
+        return self._depth.get() > 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        token = self._depth.set(self._depth.get() + 1)
+        try:
+            yield
+        finally:
+            self._depth.reset(token)
 
 
 class Cadence:
@@ -74,8 +97,11 @@ class Cadence:
         return step // self._every_steps > before // self._every_steps
 
     def _due_by_time(self) -> bool:
-        late_s = self._clock.monotonic() - self._deadline_s
+        now_s = self._clock.monotonic()
+        late_s = now_s - self._deadline_s
         if late_s < 0:
+            # A clock that went back (a resumed machine) must not silence the rank for as long as it went back.
+            self._deadline_s = min(self._deadline_s, now_s + self._period_s)
             return False
         # Fixed rate: the sequence keeps its phase, and deadlines that a stall swallowed are skipped, not fired at once.
         self._deadline_s += self._period_s * (math.floor(late_s / self._period_s) + 1)
@@ -90,12 +116,12 @@ class Dumper:
         self._rank, self._world_size = rank, world_size
         self._tables = dict(source.tables())
         self._undelivered: dict[str, Keys] = {}  # drained but not yet in a delta: a dump that raises forgets nothing
-        self._replicated: dict[str, Keys] = {}  # data-parallel keys this rank ever published
+        self.replicated: dict[str, Keys] = {}  # data-parallel keys this rank answers for: those it ever published
 
-    def dump(self, step: int, final: bool = False) -> pa.Table | None:
+    def dump(self, step: int, source: Source = "dump") -> pa.Table | None:
         """Delta (DELTA_SCHEMA) of all rows touched since the last dump, at their present values; None for none.
 
-        `final` adds every data-parallel key this rank ever published. Ranks' clocks differ, so an old value of a
+        "final" adds every data-parallel key this rank ever published. Ranks' clocks differ, so an old value of a
         replicated row may carry a greater ts than a newer one from another rank; at the end all replicas agree, so
         whichever rank wins is right.
 
@@ -106,11 +132,11 @@ class Dumper:
             touched = self._collect()
         except DeltaError as error:
             raise DeltaError(error.what, table=error.table, key=error.key, step=step) from None
-        if final:
-            touched = _merge(touched, self._replicated)
-        deltas = [self._delta_of(step, fqn, touched[fqn], final) for fqn in self._targets(touched)]
+        if source == "final":
+            touched = merge_keys(touched, self.replicated)
+        deltas = [self._delta_of(step, fqn, touched[fqn], source) for fqn in self._targets(touched)]
         replicated = {fqn: keys for fqn, keys in touched.items() if self._tables[fqn].sharding == DATA_PARALLEL}
-        self._replicated = _merge(self._replicated, replicated)
+        self.replicated = merge_keys(self.replicated, replicated)
         self._undelivered = {}
         return pa.concat_tables(deltas) if deltas else None
 
@@ -119,26 +145,57 @@ class Dumper:
         self._source.drain()
         self._undelivered = {}
 
-    def tracked_rows(self) -> int:
-        """How many rows wait for the next dump."""
-        return sum(len(keys) for keys in self._collect().values())
+    def track(self, keys: Mapping[str, Keys]) -> None:
+        """Put keys (sorted, unique) into the next dump, as if they had been looked up."""
+        self._undelivered = merge_keys(self._undelivered, keys)
+
+    def take_over(self, owed: Mapping[str, Keys], replicated: Mapping[str, Keys]) -> int:
+        """Divide among the ranks what an earlier job owed the store; returns how many rows this rank takes."""
+        mine = {fqn: self._share(fqn, keys) for fqn, keys in owed.items()}
+        self.track(mine)
+        self.replicated = merge_keys(self.replicated, {fqn: self._share(fqn, keys) for fqn, keys in replicated.items()})
+        return sum(map(len, mine.values()))
+
+    def tracked(self) -> dict[str, Keys]:
+        """Keys that wait for the next dump; takes nothing away."""
+        return dict(self._collect())
 
     def _collect(self) -> dict[str, Keys]:
-        self._undelivered = _merge(self._undelivered, self._source.drain())
+        self._undelivered = merge_keys(self._undelivered, self._source.drain())
         return self._undelivered
+
+    def _share(self, fqn: str, keys: Keys) -> Keys:
+        """Those of the keys that this rank hosts; of a replicated table, which all host, one in `world_size`."""
+        mask = self._source.hosts(fqn, keys)
+        if fqn in self._tables and self._tables[fqn].sharding == DATA_PARALLEL:
+            mask = mask & (keys % self._world_size == self._rank)
+        return keys[mask]
 
     def _targets(self, touched: Mapping[str, Keys]) -> list[str]:
         """Tables this dump reads. Only those with keys: a quiet table, or one of another rank, has nothing to read."""
         return sorted(fqn for fqn, keys in touched.items() if len(keys))
 
-    def _delta_of(self, step: int, fqn: str, keys: Keys, final: bool) -> pa.Table:
+    def _delta_of(self, step: int, fqn: str, keys: Keys, source: Source) -> pa.Table:
         rows = np.ascontiguousarray(self._source.gather(fqn, keys))
-        features, source = ",".join(self._tables[fqn].feature_names), "final" if final else "dump"
+        features = ",".join(self._tables[fqn].feature_names)
         return make_delta(step, self._rank, self._world_size, features, fqn, keys, rows, source)
 
 
-def _merge(left: Mapping[str, Keys], right: Mapping[str, Keys]) -> dict[str, Keys]:
-    merged = dict(left)
-    for fqn, keys in right.items():
-        merged[fqn] = np.union1d(merged[fqn], keys) if fqn in merged else keys
-    return merged
+def merge_keys(*several: Mapping[str, Keys]) -> dict[str, Keys]:
+    """Keys per FQN of several mappings, sorted and unique; those of one alone are not copied."""
+    parts: dict[str, list[Keys]] = {}
+    for keys_of in several:
+        for fqn, keys in keys_of.items():
+            parts.setdefault(fqn, []).append(keys)
+    return {fqn: each[0] if len(each) == 1 else np.unique(np.concatenate(each)) for fqn, each in parts.items()}
+
+
+def keys_of(table: pa.Table, name: str = "table_fqn", key: str = "key_id") -> dict[str, Keys]:
+    """Keys per value of the column `name`, sorted and unique: of a delta, or of rows read from the store."""
+    parts: dict[str, list[Keys]] = {}
+    for batch in table.to_batches():
+        coded, keys = batch[name].dictionary_encode(), batch[key].to_numpy()
+        codes = coded.indices.to_numpy()
+        for code, each in enumerate(coded.dictionary.to_pylist()):
+            parts.setdefault(each, []).append(keys[codes == code])
+    return {each: np.unique(np.concatenate(part)) for each, part in parts.items()}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from .contract import ContractError, TableRef, embedding_names
-from .dumper import Cadence, Dumper, TableSource
+from .delta import Keys
+from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
+from .restart import RankState, Restart, join, pack
 from .settings import Settings
 from .uploader import Uploader, UploadError
+
+log = logging.getLogger("deltaproof.reference")
 
 PK, SK, VALUE = "embedding_name", "key_id", "embedding"
 VALUE_TYPE = "ARRAY<FLOAT>"
@@ -28,7 +34,8 @@ class Publisher:
     As a context manager it closes itself: it drains after a normal exit, and does not wait when training raised.
 
     Args:
-        source: where touched ids and rows come from. client: a `feature_store_py` client.
+        source: where touched ids and rows come from.
+        client: a `feature_store_py` client, or None when `connect` makes one: in `start`, and when a token has expired.
         barrier: returns when every rank called it; called exactly once, in `start`.
         clock: a module-like object with `time()` and `monotonic()` in seconds.
     """
@@ -42,9 +49,10 @@ class Publisher:
         rank: int,
         world_size: int,
         barrier: Callable[[], object],
+        connect: Callable[[], Any] | None = None,
         clock: Any = time,
     ) -> None:
-        self._source, self._client, self._settings = source, client, settings
+        self._source, self._client, self._connect, self._settings = source, client, connect, settings
         self._rank, self._world_size, self._barrier, self._clock = rank, world_size, barrier, clock
         self._tables = dict(source.tables())
         self._names = self._embedding_names()
@@ -52,7 +60,10 @@ class Publisher:
         self._cadence: Cadence | None = None
         self._uploader: Uploader | None = None
         self._view: Any = None
-        self._finished = self._closed = False
+        self._step = 0
+        self._restart: Restart | None = None  # loaded before start
+        self._repairing = self._finished = self._closed = False
+        self.generation: str | None = None  # names this start of this rank in shards and logs
 
     @classmethod
     def for_model(cls, model: Any, settings: Settings, client: Any = None) -> Self:
@@ -68,11 +79,12 @@ class Publisher:
         grouped = dist.is_available() and dist.is_initialized()
         return cls(
             TorchRecSource(model),
-            connect(settings) if client is None else client,
+            client,
             settings,
             rank=dist.get_rank() if grouped else 0,
             world_size=dist.get_world_size() if grouped else 1,
             barrier=dist.barrier if grouped else _no_barrier,
+            connect=(lambda: connect(settings)) if client is None else None,
         )
 
     def start(self) -> None:
@@ -81,6 +93,7 @@ class Publisher:
         Raises:
             PublisherError: the view is missing or of another shape. Whatever rank 0 met while it created the view.
         """
+        self.generation = self._new_generation()
         error = self._create_view_first()
         self._meet()
         if error is not None:
@@ -88,10 +101,27 @@ class Publisher:
         self._view = self._open_view()
         dims = {fqn: info.dim for fqn, info in self._tables.items()}
         self._uploader = Uploader(
-            self._view, self._settings, self._rank, self._world_size, self._clock, names=self._names, dims=dims
+            self._view,
+            self._settings,
+            self._rank,
+            self._world_size,
+            self._clock,
+            names=self._names,
+            dims=dims,
+            reconnect=None if self._connect is None else self._reopen_view,
         )
         self._uploader.start()
         self._dumper.discard()
+        if self._restart is not None:
+            self._begin_restart(self._uploader, self._restart)
+        elif self._rank == 0 and (ts := self._uploader.ts_last):
+            log.warning(
+                "version %r holds rows of an earlier run (newest ts %d) and no state was loaded: what this run never "
+                "touches keeps the values of that one. Call load_state_dict(), or start_over() when there is no "
+                "checkpoint, or publish to a new version",
+                self._settings.version,
+                ts,
+            )
         self._cadence = Cadence(self._settings, self._clock)
 
     def after_step(self, step: int) -> None:
@@ -103,12 +133,12 @@ class Publisher:
         uploader = self._running()
         uploader.check_error()
         assert self._cadence is not None
-        self._finished = False
-        if self._cadence.due(step):
-            self._publish(step, final=False)
+        self._step, self._finished = step, False
+        if self._cadence.due(step) or self._repairing:
+            self._publish(step, "restore" if self._repairing else "dump")
 
     def paused(self) -> AbstractContextManager[None]:
-        """Wrap evaluation in this: its lookups change nothing and are not recorded."""
+        """Wrap evaluation in this: its lookups, those of the calling thread, change nothing and are not recorded."""
         return self._source.paused()
 
     def finish(self, step: int) -> None:
@@ -138,11 +168,51 @@ class Publisher:
         finally:
             if (close_view := getattr(self._view, "close", None)) is not None:
                 close_view(wait=False)  # nothing is pending any more, or it was given up
-        if not self._finished and (rows := self._dumper.tracked_rows()):
+        if not self._finished and (rows := sum(map(len, self._dumper.tracked().values()))):
             raise PublisherError(
                 f"rank {self._rank}: {rows} rows changed since the last dump and were not published; "
                 "call finish(step) before close()"
             )
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """What this rank must find in a checkpoint; save it beside the model, at the same step boundary, on every rank.
+
+        No collective, no request, and nothing is taken away. `step`: the checkpoint's, the same on all ranks; by
+        default the last one this rank made. A dict of int, str, bytes and dict (`restart.RankState`).
+        """
+        if self._uploader is None:
+            raise PublisherError(f"rank {self._rank}: a publisher has no state before start()")
+        settings = self._settings
+        return RankState(
+            rank=self._rank,
+            world_size=self._world_size,
+            step=self._step if step is None else step,
+            project=settings.project,
+            view=settings.view,
+            version=settings.version,
+            naming=settings.naming,
+            watermark_ms=self._uploader.watermark_ms(),
+            pending=pack(self._pending(self._uploader)),
+            replicated=pack(self._dumper.replicated),
+        ).to_dict()
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
+        """Continue from a checkpoint, with the states of *all* its ranks, whatever this job's number of ranks.
+
+        Call it on every rank, before `start` or after it. What was tracked so far is forgotten. What the store lacks or
+        has of the discarded future is published by the first `after_step` (or `finish`), so restore the model before.
+
+        Raises:
+            RestartError: a rank's state is missing, or they are not of one checkpoint of this view and version.
+            PublisherError: the SDK cannot list changed rows. UploadError: what was queued cannot be delivered.
+        """
+        self._load(join([states] if isinstance(states, Mapping) else states, self._settings))
+
+    def start_over(self) -> None:
+        """Instead of `load_state_dict` when there is no checkpoint: every row that the version holds is of a discarded
+        future, and is published again as this model has it. Raises what `load_state_dict` raises.
+        """
+        self._load(Restart())
 
     def manifest(self) -> dict[str, str]:
         """Published name per table FQN, as an exporter of this model derives it."""
@@ -170,12 +240,69 @@ class Publisher:
             error.add_note(f"while closing the publisher: {left}")
 
     def _flush_last(self, step: int) -> None:
-        self._publish(step, final=True)
+        self._publish(step, "final")
 
-    def _publish(self, step: int, final: bool) -> None:
-        table = self._dumper.dump(step, final=final)
+    def _publish(self, step: int, source: Source) -> None:
+        table = self._dumper.dump(step, source)
         if table is not None:
-            self._running().submit(step, table)
+            try:
+                self._running().submit(step, table)
+            except BaseException:
+                self._dumper.track(keys_of(table))  # not queued: a state made after this must still name its rows
+                raise
+        self._repairing = False
+
+    def _pending(self, uploader: Uploader) -> dict[str, Keys]:
+        """Keys whose present rows the store may not have: tracked, or submitted and not acknowledged."""
+        return merge_keys(self._dumper.tracked(), *(keys_of(table) for _, table in uploader.pending()))
+
+    def _load(self, restart: Restart) -> None:
+        if self._uploader is None:
+            self._restart = restart
+        else:
+            self._begin_restart(self._running(), restart)
+
+    def _begin_restart(self, uploader: Uploader, restart: Restart) -> None:
+        """Track again what the checkpoint says the store lacks, and what the store received after it."""
+        uploader.drain()  # when a running job goes back, what it queued must be in the store before that is read
+        self._settle()
+        uploader.catch_up(restart.ts_max)
+        self._dumper.discard()
+        discarded = self._discarded(restart.ts_min, uploader.ts_last)
+        rows = self._dumper.take_over(merge_keys(restart.pending, discarded), restart.replicated)
+        self._repairing = rows > 0
+        log.info("rank %d, generation %s: %d rows to publish again after a restart", self._rank, self.generation, rows)
+
+    def _settle(self) -> None:
+        """Let the last requests of a job that was killed land: what lands later than the next read goes unseen."""
+        time.sleep(self._settings.settle_s)
+
+    def _discarded(self, ts_min: int, ts_max: int) -> dict[str, Keys]:
+        """Keys per FQN of the rows that the store received after the checkpoint: their values may be of steps that the
+        restored model never made. Other ranks' are among them. Read in as many portions as the view gives.
+        """
+        if not hasattr(self._view, "read_changes") or not hasattr(self._view, "high_water_ts"):
+            if self._settings.restart == "pending-only":
+                return {}
+            raise PublisherError(
+                f"rank {self._rank}: this SDK cannot list the rows that changed after the checkpoint, so rows of steps "
+                'that were lost would stay in the store; set restart = "pending-only" to accept that, or publish the '
+                "whole model to a new version"
+            )
+        fqns = {name: fqn for fqn, name in self._names.items()}
+        found: dict[str, Keys] = {}
+        cursor, more = ts_min, True
+        while more:
+            changed, cursor = self._view.read_changes(self._settings.version, cursor)
+            found = merge_keys(found, keys_of(changed, "pk", "sk"))
+            more = changed.num_rows > 0 and cursor < ts_max  # above ts_max, only what this job's ranks publish by now
+        foreign = {name: len(keys) for name, keys in found.items() if name not in fqns}
+        if foreign and self._rank == 0:
+            log.warning("rows of tables that this model has not stay in the store as they are: %s", foreign)
+        return {fqns[name]: keys for name, keys in found.items() if name in fqns}
+
+    def _new_generation(self) -> str:
+        return f"{int(self._clock.time() * 1000):013d}-{uuid.uuid4().hex[:8]}"
 
     def _running(self) -> Uploader:
         if self._uploader is None or self._closed:
@@ -225,6 +352,10 @@ class Publisher:
         self._barrier()
 
     def _project(self) -> Any:
+        if self._client is None:
+            if self._connect is None:
+                raise PublisherError("a publisher needs a client, or connect to make one")
+            self._client = self._connect()
         project = self._client.get_project(self._settings.project)
         if project is None:
             raise PublisherError(f"rank {self._rank}: there is no project {self._settings.project!r}; create it first")
@@ -241,6 +372,14 @@ class Publisher:
         if kind is not None and str(getattr(kind, "value", kind)) != VALUE_TYPE:
             raise PublisherError(f"view {name!r} holds {kind}, this model has float32 rows; publish to another view")
         return view
+
+    def _reopen_view(self) -> Any:
+        """The view through a new client, whose credentials are fresh. Called by the uploader's thread."""
+        self._client, stale = None, self._view
+        self._view = self._open_view()
+        if (close_view := getattr(stale, "close", None)) is not None:
+            close_view(wait=False)
+        return self._view
 
 
 def connect(settings: Settings) -> Any:

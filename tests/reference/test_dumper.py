@@ -60,7 +60,7 @@ def test_the_final_dump_reads_again_every_replicated_row_this_rank_published(sou
     source.train(DP, [3], 1.0)
     source.weights[DP][[1, 2]] = 5.0  # another rank's batch moved them
     source.train(EBC, [8], 2.0)
-    last = dumper.dump(7, final=True)
+    last = dumper.dump(7, "final")
     assert last is not None
     assert rows_of(last) == {(DP, 1): 5.0, (DP, 2): 5.0, (DP, 3): 1.0, (EBC, 8): 2.0}
     assert set(last["source"].to_pylist()) == {"final"}
@@ -73,9 +73,9 @@ def test_a_dump_that_raises_forgets_no_id(source: Any, dumper: Dumper, monkeypat
         with pytest.raises(ZeroDivisionError):
             dumper.dump(5)
     source.train(EBC, [3], 1.0)
-    assert dumper.tracked_rows() == 3
+    assert len(dumper.tracked()[EBC]) == 3
     assert set(rows_of(dumper.dump(6))) == {(EBC, 1), (EBC, 2), (EBC, 3)}
-    assert dumper.tracked_rows() == 0
+    assert dumper.tracked() == {}
 
 
 def test_an_error_of_the_source_gets_the_step(source: Any, dumper: Dumper, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_an_error_of_the_source_gets_the_step(source: Any, dumper: Dumper, monke
 def test_discard_forgets_a_warm_up(source: Any, dumper: Dumper) -> None:
     source.train(EBC, [1], 1.0)
     dumper.discard()
-    assert dumper.dump(1, final=True) is None
+    assert dumper.dump(1, "final") is None
 
 
 def test_the_step_cadence_is_due_at_each_boundary(kit: Any) -> None:
