@@ -5,27 +5,34 @@ The proxies pass every attribute on, so a target sees the ``feature_store_py`` i
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from .faults import InjectedFault, RankKill, RankRaise
-from .history import EventWriter
 from .scenario import Scenario
 
 
-class Points:
-    """Counts a rank's passages of the named points and strikes the faults planned there; thread-safe."""
+class Recorder(Protocol):
+    """Where a rank's events go; thread-safe."""
 
-    def __init__(self, scenario: Scenario, rank: int, events: EventWriter) -> None:
+    def write(self, kind: str, *, step: int | None = None, **data: Any) -> None: ...
+
+
+class Points:
+    """Counts a rank's passages of the named points and strikes the faults planned there; thread-safe.
+
+    ``die`` ends the rank's process as SIGKILL does.
+    """
+
+    def __init__(self, scenario: Scenario, rank: int, events: Recorder, die: Callable[[], None]) -> None:
         self._planned = {
             (f.point, f.nth): (index, f)
             for index, f in enumerate(scenario.faults)
             if isinstance(f, RankRaise | RankKill) and f.rank == rank
         }
-        self._rank, self._events = rank, events
+        self._rank, self._events, self._die = rank, events, die
         self._passed: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -39,7 +46,7 @@ class Points:
             index, fault = self._planned[point, nth]
             self.fired(index, point=point, nth=nth)
             if isinstance(fault, RankKill):
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._die()
             raise InjectedFault(f"injected by the scenario: rank {self._rank} raises at {point}, passage {nth}")
 
     def fired(self, index: int, **data: Any) -> None:
@@ -48,7 +55,7 @@ class Points:
 
 
 class _Observed:
-    def __init__(self, inner: Any, points: Points, events: EventWriter) -> None:
+    def __init__(self, inner: Any, points: Points, events: Recorder) -> None:
         self._inner, self._points, self._events = inner, points, events
 
     def __getattr__(self, name: str) -> Any:

@@ -181,3 +181,8 @@ class Trainer:
                 self.forward(bags, (self.rank, step))
         finally:
             self.model.train()
+
+    def holders(self, table: str) -> list[str]:
+        """FQNs of the tables that bear this bare name."""
+        names = [name.removesuffix(".weight") for name in self.model.state_dict()]
+        return [name for name in names if name.rsplit(".", 1)[-1] == table]

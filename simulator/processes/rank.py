@@ -17,18 +17,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..clocks import SkewedClock
 from ..errors import ScenarioError
-from ..faults import ClockJump, ClockOffset, DuplicateTable, Exhaustion
 from ..history import EventWriter, LedgerWriter
-from ..instrument import ObservedClient, Points
+from ..instrument import ObservedClient
+from ..loop import TrainingLoop
 from ..scenario import Scenario
-from ..target import RankContext, resolve
+from ..target import RankContext
 
 PR_SET_PDEATHSIG = 1
 
@@ -97,20 +96,13 @@ def main(spec: RankSpec) -> None:
     events.write("rank-end", step=run.own_step)
 
 
-class Run:
-    """The training loop of one rank, with the scenario's faults in it."""
+class Run(TrainingLoop):
+    """The training loop of a real rank: TorchRec's model, torch.distributed, the fake store over HTTP."""
 
     def __init__(self, scenario: Scenario, spec: RankSpec, events: EventWriter) -> None:
-        self.scenario, self.spec, self.events = scenario, spec, events
-        self.points = Points(scenario, spec.rank, events)
-        self.step = self.own_step = 0
-        self.where = "train"
-        mine = [(i, f) for i, f in enumerate(scenario.faults) if getattr(f, "rank", None) == spec.rank]
-        self.exhaustion = next(((i, f) for i, f in mine if isinstance(f, Exhaustion)), None)
-        self.policy = next((f.policy for f in scenario.faults if isinstance(f, Exhaustion)), None)
-        self.shifts = [(i, f) for i, f in mine if isinstance(f, ClockOffset | ClockJump)]
-        self._shifted: list[tuple[int, float]] = []
-        self.clock = SkewedClock(self._clock_read)
+        super().__init__(scenario, spec.rank, spec.target, events)
+        self.spec = spec
+        self.clock = SkewedClock(self.clock_read)
         if self.shifts:
             self.clock.install()
 
@@ -139,121 +131,27 @@ class Run:
             timeout=datetime.timedelta(seconds=scenario.deadlines.run_s),
         )
         ledger = LedgerWriter(Path(spec.folder) / f"rank{spec.rank}.ledger.arrows")
-        self.trainer = Trainer(scenario, spec.rank, ledger, torch.device("cpu"))
-        self.events.write("model-ready", shards=len(self.trainer._shards))
-        if spec.rank == 0:
-            self._fire_duplicates()
-        self._shift(ClockOffset)
-        publisher = resolve(spec.target)(self._context())
-        missing = [m for m in ("start", "after_step", "paused", "finish", "close") if not hasattr(publisher, m)]
-        if missing:
-            raise ScenarioError(
-                f"target {spec.target!r} returned {type(publisher).__name__}, which has no {', '.join(missing)}; "
-                "a publisher has start, after_step, paused, finish and close"
-            )
-        self.points.passing("publisher.start")
-        try:
-            with self._in_target("start"):
-                publisher.start()
-            self.events.write("publisher-started")
-            self._train(publisher)
-            self.points.passing("finish.before")
-            with self._in_target("finish"):
-                publisher.finish(self.own_step)
-            self.events.write("finished", step=self.own_step)
-        except BaseException as error:
-            # As a `with publisher:` block would do it; the first exception is the one that counts.
-            with contextlib.suppress(Exception):
-                if hasattr(publisher, "__exit__"):
-                    publisher.__exit__(type(error), error, error.__traceback__)
-                else:
-                    publisher.close()
-            raise
-        with self._in_target("close"):
-            publisher.close()
-        self.events.write("closed", step=self.own_step)
-        self.points.passing("finish.after")
+        self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"))
+        self.events.write("model-ready", shards=len(self._model._shards))
+        self.publish_and_train()
         ledger.close()
         dist.destroy_process_group()
 
-    def _train(self, publisher: Any) -> None:
-        trainer, rank = self.trainer, self.spec.rank
-        for step in range(1, self.scenario.workload.steps + 1):
-            self.step = step
-            self._shift(ClockJump)
-            mine = self._has_batch()
-            if mine is None:
-                break
-            bags = trainer.workload.batch(rank, self.step) if mine else trainer.workload.empty_batch()
-            self.points.passing("train.before-forward")
-            trainer.announce(self.step, bags)
-            loss = trainer.forward(bags, (rank, self.step))
-            self.points.passing("train.before-backward")
-            trainer.backward(loss)
-            changed = trainer.record(self.step)
-            self.events.write("step", step=self.step, own_step=self.own_step + bool(mine), changed=changed)
-            self.points.passing("train.after-step")
-            if mine:
-                self.own_step += 1
-                self.points.passing("publish.before")
-                with self._in_target("after_step"):
-                    publisher.after_step(self.own_step)
-                self.events.write("after-step", step=self.own_step)
-                self.points.passing("publish.after")
-            every = self.scenario.workload.eval_every_steps
-            if every and self.step % every == 0:
-                with publisher.paused():
-                    trainer.evaluate(trainer.workload.eval_batch(rank, self.step), self.step)
-
-    def _has_batch(self) -> bool | None:
-        """Whether this rank has a batch of its own; None when training ends here. Collectives are the trainer's own."""
-        if self.policy is None:
-            return True
+    def agree(self, mine: bool, how: Literal["all", "any"]) -> bool:
         import torch
         import torch.distributed as dist
 
-        left = self.exhaustion is None or self.step <= self.exhaustion[1].batches
-        if not left and self.exhaustion is not None and self.step == self.exhaustion[1].batches + 1:
-            self.points.fired(self.exhaustion[0], batches=self.exhaustion[1].batches, policy=self.policy)
-        if self.policy == "fail-loudly":
-            if not left:
-                raise RuntimeError(
-                    f"rank {self.spec.rank}: data exhausted after {self.step - 1} batches while peers have more"
-                )
-            return True
-        flag = torch.tensor([int(left)])
-        dist.all_reduce(flag, dist.ReduceOp.MIN if self.policy == "stop-together" else dist.ReduceOp.MAX)
-        return left if int(flag) else None
+        flag = torch.tensor([int(mine)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN if how == "all" else dist.ReduceOp.MAX)
+        return bool(flag)
 
-    # -------------------------------------------------------------------------------------------- faults and seams
-    @contextlib.contextmanager
-    def _in_target(self, call: str) -> Iterator[None]:
-        """While inside, an exception is the target's; it stays so noted when it leaves."""
-        self.where = call
-        yield
-        self.where = "train"
+    def shift_clock(self, seconds: float) -> None:
+        self.clock.shift(seconds)
 
-    def _shift(self, kind: type[ClockOffset] | type[ClockJump]) -> None:
-        for index, fault in self.shifts:
-            if isinstance(fault, kind) and getattr(fault, "step", self.step) == self.step:
-                self._shifted.append((index, fault.seconds))
-                self.clock.shift(fault.seconds)
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def _clock_read(self) -> None:
-        """A wrong clock counts as having struck when somebody read it."""
-        shifted, self._shifted = self._shifted, []
-        for index, seconds in shifted:
-            self.points.fired(index, seconds=seconds)
-
-    def _fire_duplicates(self) -> None:
-        names = [name.removesuffix(".weight") for name in self.trainer.model.state_dict()]
-        for index, fault in enumerate(self.scenario.faults):
-            if isinstance(fault, DuplicateTable):
-                holders = [n for n in names if n.rsplit(".", 1)[-1] == fault.table]
-                if len(holders) > 1:
-                    self.points.fired(index, tables=holders)
-
-    def _context(self) -> RankContext:
+    def context(self) -> RankContext:
         import torch.distributed as dist
 
         from ...fakes.feature_store_py import FeatureStoreClient
@@ -274,7 +172,7 @@ class Run:
             world_size=self.scenario.world_size,
             tables=self.scenario.tables,
             config=self.scenario.publisher,
-            model=self.trainer.model,
+            model=self._model.model,
             client_factory=client,
             barrier=dist.barrier,
             endpoint=self.spec.endpoint,

@@ -25,7 +25,7 @@ class Recorded(Points):
     """Points that can tell what they recorded."""
 
     def __init__(self, scenario: Scenario, events: EventWriter, path: Path) -> None:
-        super().__init__(scenario, 1, events)
+        super().__init__(scenario, 1, events, die=pytest.fail)
         self.path = path
 
     def recorded(self) -> list[Event]:
