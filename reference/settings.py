@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from .contract import Naming
+from .contract import EmbeddingType, Naming
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     entity: str = "default_dynemb_entity"
     naming: Naming = "fqn"
     upload_format: Literal["arrow", "json"] = "arrow"
+    embedding_type: EmbeddingType = "float32"  # int8: rowwise, with an fp16 scale and offset (delta.quantise)
     endpoint: str | None = None
     region: str = "cn-hangzhou"
     batch_size: int = 1000  # rows; at most the SDK's own batch size is used, so one write is one batch
@@ -35,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retry_delay_ms_max: int = 10_000
     flush_timeout_s: float = 300.0  # longest time one window may take before the rank is told
     close_timeout_s: float = 600.0
+    progress_s: float = 10.0  # an upload that takes longer says how far it is, this often
     ttl_s: int = 1_296_000
     shard_count: int = 1
     replication_count: int = 1
@@ -63,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             number = getattr(self, name)
             if number is not None and number < floor:
                 raise ValueError(f"setting {name} is {number}, the least is {floor}")
-        for name in ("every_minutes", "flush_timeout_s", "close_timeout_s"):
+        for name in ("every_minutes", "flush_timeout_s", "close_timeout_s", "progress_s"):
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
                 raise ValueError(f"setting {name} is {number}, expected a positive number")

@@ -6,59 +6,60 @@ a window. A step is acknowledged when every one of its windows had a summary tha
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 import math
-import os
 import random
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from . import errors
 from .delta import constant, validate
 from .settings import Settings
 
 log = logging.getLogger("deltaproof.reference")
 
-SECRET_VARIABLES = (
-    "ALIBABA_CLOUD_ACCESS_KEY_ID",
-    "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
-    "ALIBABA_CLOUD_SECURITY_TOKEN",
-    "FEATUREDB_PASSWORD",
-)
-LABELLED_SECRET = re.compile(
-    r"(?i)(\b(?:auth|authorization|signature|\w*(?:token|password|secret))\b\W{0,2}[:=]\W{0,2})(?:\w[\w-]* )?[^\s,;]+"
-)
-ERROR_TEXT_MAX = 300
+T = TypeVar("T")
+
+
+# Steps, and rows, bytes and batches of windows that the store acknowledged (those of a replay again); attempts that
+# failed, those of them that another one followed, fresh credentials, and rows handed to `spill`.
+COUNTERS = ("steps", "rows", "bytes", "batches", "failures", "retries", "reconnects", "spilled_rows")
 
 
 class UploadError(RuntimeError):
     """Rows were not acknowledged. Raised in the training thread, at its next call.
 
     Usual causes: a refused login, a changed view, an outage longer than the retries, a store slower than the deadline.
-    Attributes: unacknowledged (every such step, in order), step (the first of them, else None), rows (of all of them).
+    Attributes: unacknowledged (every such step, in order), step (the first of them, else None), rows (of all of them),
+    spilled (how many of the rows were spilled so far).
     """
 
-    def __init__(self, what: str, *, rows: int, unacknowledged: tuple[int, ...]) -> None:
-        super().__init__(f"{what}; not acknowledged: {rows} rows of steps {list(unacknowledged)}")
+    def __init__(self, what: str, *, rank: int, rows: int, unacknowledged: tuple[int, ...], spilled: int = 0) -> None:
+        kept = f" ({spilled} of the rows were spilled)" if spilled else ""
+        super().__init__(f"rank {rank}: {what}; not acknowledged: {rows} rows of steps {list(unacknowledged)}{kept}")
         self.step = unacknowledged[0] if unacknowledged else None
-        self.rows, self.unacknowledged = rows, unacknowledged
+        self.what, self.rows, self.unacknowledged, self.spilled = what, rows, unacknowledged, spilled
 
 
-class WindowError(Exception):
-    """One attempt failed. `retriable` False means that trying again cannot help."""
+class AttemptError(Exception):
+    """One attempt failed. `retriable` False: trying again cannot help; `expired`: only a fresh credential can."""
 
-    def __init__(self, what: str, *, retriable: bool, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, what: str, *, retriable: bool, expired: bool = False, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(what)
-        self.retriable, self.retry_after_s = retriable, retry_after_s
+        self.retriable, self.expired, self.retry_after_s = retriable, expired, retry_after_s
 
 
 class Keep(Protocol):
@@ -76,8 +77,10 @@ class _Job(msgspec.Struct, eq=False):
     step: int
     seq: int
     table: pa.Table
+    bytes: int
+    queued_s: float  # monotonic, as the others
     stamps: list[int] = []  # one per batch, of the last attempt
-    spilled: bool = False  # or being spilled
+    spill: Literal["no", "begun", "done", "failed"] = "no"
 
 
 class Uploader:
@@ -117,18 +120,19 @@ class Uploader:
         self._jobs: deque[_Job] = deque()  # not acknowledged; the first one is being sent
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._open = self._abandoned = False
-        self._window_began_s: float | None = None
+        self._open = self._abandoned = self._expired = False
+        self._call: tuple[str, float] | None = None  # what the thread is waiting for, and since when
         self._ts_last = self._submitted = 0
         self.acknowledged_step: int | None = None
-        self.counters = {"steps": 0, "rows": 0, "batches": 0, "retries": 0}
+        self.counters = dict.fromkeys(COUNTERS, 0)
 
     # -- the training thread's side ------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Read the store's high-water mark, then start the thread.
 
-        Raises whatever the view raises when the mark cannot be read: without it old rows could win.
+        Raises:
+            UploadError: the mark cannot be read, and without it old rows could win.
         """
         self.catch_up()
         self._thread = threading.Thread(target=self._work, name=f"deltaproof-upload-{self._rank}", daemon=True)
@@ -143,10 +147,14 @@ class Uploader:
         """
         self._check_rows(step, table)
         with self._changed:
-            job = _Job(step=step, seq=self._submitted, table=table)
+            job = _Job(step=step, seq=self._submitted, table=table, bytes=table.nbytes, queued_s=time.monotonic())
             self._submitted += 1
-            self._wait_for_room(job)
-            self._jobs.append(job)
+            try:
+                self._wait_for_room(job)
+            finally:  # a refused delta stays pending too: what was dumped is tracked nowhere else
+                self._jobs.append(job)
+            if self._abandoned and job in self._jobs:  # by a signal handler, between the last two lines
+                raise self._error(f"step {step} was submitted while the uploader was closed")
             self._changed.notify_all()
 
     def check_error(self) -> None:
@@ -164,14 +172,36 @@ class Uploader:
         with self._changed:
             return [(job.step, job.table) for job in self._jobs]
 
+    def metrics(self) -> dict[str, int | float]:
+        """Numbers of this moment under OpenMetrics names; `metrics.py` says what each means."""
+        with self._changed:
+            metrics: dict[str, int | float] = {f"deltaproof_{name}_total": n for name, n in self.counters.items()}
+            first, last = (self._jobs[0], self._jobs[-1]) if self._jobs else (None, None)
+            before = self.acknowledged_step
+            if first and before is None:
+                before = first.step - 1
+            return metrics | {
+                "deltaproof_queue_steps": len(self._jobs),
+                "deltaproof_queue_bytes": sum(job.bytes for job in self._jobs),
+                "deltaproof_lag_steps": last.step - (before or 0) if last else 0,
+                "deltaproof_lag_seconds": time.monotonic() - first.queued_s if first else 0.0,
+            }
+
     @property
     def ts_last(self) -> int:
         """Greatest ts (ms) that was given to a row or found in the store at the start; 0 before `start`."""
         return self._ts_last
 
     def catch_up(self, ts: int = 0) -> None:
-        """Rule out, for rows to come, `ts` (ms) and all below it, and all up to the store's high-water mark of now."""
-        mark = max(ts, self._high_water_ts())
+        """Rule out, for rows to come, `ts` (ms) and all below it, and all up to the store's high-water mark of now.
+
+        Raises:
+            UploadError: the mark cannot be read.
+        """
+        try:
+            mark = max(ts, self._persist("the store's greatest ts", self._high_water_ts))
+        except AttemptError as error:
+            raise self._error(f"the store's greatest ts cannot be read: {error}") from None
         with self._changed:
             self._ts_last = max(self._ts_last, mark)
 
@@ -192,8 +222,11 @@ class Uploader:
         """
         deadline_s = time.monotonic() + self._settings.close_timeout_s
         with self._changed:
+            self._changed.notify_all()  # a signal handler may have come between a submission and its notice
             self._raise_failure()
             while self._jobs:
+                if self._thread is None or self._abandoned:
+                    raise self._error("nothing is sent any more")
                 if time.monotonic() >= deadline_s:
                     raise self._error(f"the store did not acknowledge within {self._settings.close_timeout_s:g} s")
                 self._wait(deadline_s)
@@ -207,16 +240,18 @@ class Uploader:
         """
         with self._changed:
             self._open = False  # from here on submit refuses: nothing slips in behind the last wait
+        why = "closed before everything was sent"
         try:
             if drain:
                 self.drain()
+        except UploadError as error:
+            why = error.what
         finally:
             self._stop()
             self._spill_rest()
         with self._changed:
-            self._raise_failure()
-            if self._jobs:
-                raise self._error("closed before everything was sent")
+            if self._jobs or self._failure:
+                raise self._error(self._failure or why)
 
     def _check_rows(self, step: int, table: pa.Table) -> None:
         validate(table, self._dims)
@@ -233,35 +268,37 @@ class Uploader:
 
     def _has_room(self, job: _Job) -> bool:
         """Within both bounds; a delta larger than the byte bound may enter alone."""
-        pending_bytes = sum(pending.table.nbytes for pending in self._jobs)
+        pending_bytes = sum(pending.bytes for pending in self._jobs)
         return not self._jobs or (
             len(self._jobs) < self._settings.queue_steps_max
-            and pending_bytes + job.table.nbytes <= self._settings.queue_bytes_max
+            and pending_bytes + job.bytes <= self._settings.queue_bytes_max
         )
 
     def _wait(self, deadline_s: float = math.inf) -> None:
-        """Wait for the thread to report, but wake in time to notice a window that hangs."""
-        began_s = time.monotonic() if self._window_began_s is None else self._window_began_s
+        """Wait for the thread to report, but wake in time to notice a call that hangs."""
+        began_s = time.monotonic() if self._call is None else self._call[1]
         until_s = min(deadline_s, began_s + self._settings.flush_timeout_s)
         self._changed.wait(max(0.001, until_s - time.monotonic()))
 
     def _raise_failure(self, refused: _Job | None = None) -> None:
-        hung_s = 0.0 if self._window_began_s is None else time.monotonic() - self._window_began_s
-        if self._failure is None and hung_s >= self._settings.flush_timeout_s:
-            self._failure = f"step {self._jobs[0].step}: the store has not answered a flush for {hung_s:.1f} s"
+        if self._failure is None and self._call is not None:
+            what, began_s = self._call
+            if (hung_s := time.monotonic() - began_s) >= self._settings.flush_timeout_s:
+                self._failure = f"{what} has not returned for {hung_s:.1f} s"
         if self._failure is not None:
             raise self._error(self._failure, refused)
 
     def _error(self, what: str, refused: _Job | None = None) -> UploadError:
         left = [*self._jobs, refused] if refused else list(self._jobs)
         rows, steps = sum(job.table.num_rows for job in left), tuple(job.step for job in left)
-        return UploadError(f"rank {self._rank}: {what}", rows=rows, unacknowledged=steps)
+        spilled = sum(job.table.num_rows for job in left if job.spill == "done")
+        return UploadError(what, rank=self._rank, rows=rows, unacknowledged=steps, spilled=spilled)
 
     def _stop(self) -> None:
         with self._changed:
             self._open, self._abandoned = False, True
             self._changed.notify_all()
-            in_call = self._window_began_s is not None
+            in_call = self._call is not None
         if self._thread is not None and not in_call:  # a hung call of the SDK cannot be interrupted, only left behind
             self._thread.join(self._settings.flush_timeout_s)
 
@@ -271,9 +308,7 @@ class Uploader:
         while (job := self._next_job()) is not None:
             try:
                 self._upload(job)
-                if self._retain is not None:
-                    self._retain(job.step, job.seq, job.table, self._row_stamps(job))
-            except Exception as error:
+            except BaseException as error:  # SystemExit too, which would end the thread without a word
                 self._fail(job, error)
                 self._spill_rest()
             else:
@@ -292,30 +327,66 @@ class Uploader:
             self.counters["steps"] += 1
             self._changed.notify_all()
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: _Job, error: BaseException) -> None:
         """Keep the failure for the training thread. The job stays pending, and so does everything behind it."""
+        text = str(error) if isinstance(error, AttemptError) else f"{type(error).__name__}: {self._redact(error)}"
         with self._changed:
-            self._failure = f"step {job.step} ({job.table.num_rows} rows): {self._redact(error)}"
+            self._failure = f"step {job.step} ({job.table.num_rows} rows): {text}"
             self._changed.notify_all()
         log.error("rank %d: %s", self._rank, self._failure)
 
     def _upload(self, job: _Job) -> None:
-        """Send one step until it is acknowledged.
+        """Send one step until it is acknowledged, then have it retained.
 
         Raises:
-            WindowError: another attempt cannot help, or there were `retry_attempts_max` of them.
+            AttemptError: another attempt cannot help, or there were `retry_attempts_max` of them.
         """
-        for attempt in itertools.count(1):
+        self._persist(f"step {job.step}", functools.partial(self._send, job))
+        if (retain := self._retain) is not None:
+            with self._watched("retain()"):
+                self._persist(f"step {job.step} (to be retained)", functools.partial(self._keep, job, retain))
+
+    def _persist(self, what: str, call: Callable[[], T]) -> T:
+        """What `call` returns, after as many attempts as the settings allow.
+
+        Raises:
+            AttemptError: the last attempt's. Neither it nor its `__context__` holds an error of the SDK.
+        """
+        attempt = 0
+        while True:
+            attempt += 1
             try:
-                self._send(job)
-                return
-            except WindowError as error:
-                if not error.retriable or attempt >= self._settings.retry_attempts_max:
-                    raise
-                delay_s = self._retry_delay_s(attempt, error.retry_after_s)
-                self.counters["retries"] += 1
-                log.warning("rank %d step %d: %s; again in %.2f s", self._rank, job.step, error, delay_s)
-                self._pause(delay_s)
+                return call()
+            except Exception as error:
+                failure = error if isinstance(error, AttemptError) else self._judge([error])
+            self.counters["failures"] += 1
+            self._expired |= failure.expired
+            if not failure.retriable or attempt >= self._settings.retry_attempts_max:
+                raise failure
+            delay_s = self._retry_delay_s(attempt, failure.retry_after_s)
+            self.counters["retries"] += 1
+            log.warning("rank %d, %s: %s; again in %.2f s", self._rank, what, failure, delay_s)
+            self._pause(delay_s)
+
+    def _renew(self) -> None:
+        """Another view, made with a fresh credential, when the store called the last one's expired."""
+        if self._expired and self._reconnect is not None:
+            with self._watched("reconnect()"):
+                self._view = self._reconnect()
+            self._expired = False
+            self.counters["reconnects"] += 1
+            log.info("rank %d: connected again with a fresh credential", self._rank)
+
+    @contextlib.contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        """While this lasts, the training thread can see what is being waited for, and give up."""
+        with self._changed:
+            self._call = what, time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._call = None
 
     def _send(self, job: _Job) -> None:
         """One attempt at a whole step: every batch, from the first, under new ts.
@@ -323,26 +394,42 @@ class Uploader:
         Batches that an earlier attempt placed go again. Which ones it placed is not known after a timeout, and an
         incremental reader may have moved past their old ts.
         """
+        self._renew()
         with self._changed:
-            batches, stamps = self._batches(job.table), iter(self._stamps(job))
-        job.stamps = []
+            stamps = iter(self._stamps(job))
+        batches, job.stamps, rows = self._batches(job.table), [], 0
+        began_s = told_s = time.monotonic()
         while window := list(itertools.islice(batches, self._settings.max_workers)):
             job.stamps += itertools.islice(stamps, len(window))
             self._window(window, job.stamps[-len(window) :])
+            rows += sum(batch.num_rows for batch in window)
+            now_s = time.monotonic()
+            if now_s - told_s >= self._settings.progress_s:
+                done = f"{rows} of {job.table.num_rows} rows in {now_s - began_s:.0f} s"
+                log.info("rank %d, step %d: %s, %.0f rows/s", self._rank, job.step, done, rows / (now_s - began_s))
+                told_s = now_s
 
-    def _row_stamps(self, job: _Job) -> npt.NDArray[np.int64]:
-        """The ts of each row of the job, shape (rows,)."""
-        return np.repeat(np.array(job.stamps, np.int64), self._batch_rows(job.table))
+    def _keep(self, job: _Job, keep: Keep) -> None:
+        """Hand a job over, with the ts of each row."""
+        rows_of_batches = self._batch_rows(job.table)
+        keep(job.step, job.seq, job.table, np.repeat(np.array(job.stamps, np.int64), rows_of_batches))
 
     def _spill_rest(self) -> None:
-        """Hand what will not be sent to `spill`, with the ts that it would have had."""
-        while self._spill is not None:
+        """Spill what will not be sent, each job once, with the ts that it would have had."""
+        while (keep := self._spill) is not None:
             with self._changed:
-                job = next((job for job in self._jobs if not job.spilled), None)
+                job = next((job for job in self._jobs if job.spill == "no"), None)
                 if job is None:
                     return
-                job.spilled, job.stamps = True, list(self._stamps(job))
-            self._spill(job.step, job.seq, job.table, self._row_stamps(job))
+                job.spill, job.stamps = "begun", list(self._stamps(job))
+            try:
+                self._persist(f"step {job.step}, to be spilled", functools.partial(self._keep, job, keep))
+            except AttemptError as error:
+                job.spill = "failed"
+                log.error("rank %d, step %d: %d rows not spilled: %s", self._rank, job.step, job.table.num_rows, error)
+            else:
+                job.spill = "done"
+                self.counters["spilled_rows"] += job.table.num_rows
 
     def _stamps(self, job: _Job) -> Sequence[int]:
         """One ts (ms) per batch: strictly increasing for this rank, whatever the wall clock does."""
@@ -360,16 +447,16 @@ class Uploader:
     def _batches(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         """What goes to the store: slices of at most one SDK batch, under the view's field names. Nothing is copied.
 
-        Chunks are not joined, so a chunked table gives more batches than rows / batch size.
+        Chunks are not joined, so a chunked table gives more batches than rows / batch size. Published names are made
+        for one window at a time: for a whole chunk they could be larger than its rows.
         """
-        view = self._view
-        for chunk in table.to_batches():
-            if chunk.num_rows:
-                columns = [self._published(chunk["table_fqn"]), chunk["key_id"], chunk["embedding"]]
-                names = [view.pk_field, view.sk_field, view.embedding_field]
+        view, size = self._view, self._batch_size
+        names = [view.pk_field, view.sk_field, view.embedding_field]
+        for part in table.to_reader(max_chunksize=size * self._settings.max_workers):
+            if part.num_rows:
+                columns = [self._published(part["table_fqn"]), part["key_id"], part["embedding"]]
                 rows = pa.RecordBatch.from_arrays(columns, names=names)
-                for start in range(0, rows.num_rows, self._batch_size):
-                    yield rows.slice(start, self._batch_size)
+                yield from (rows.slice(start, size) for start in range(0, rows.num_rows, size))
 
     def _published(self, fqns: pa.StringArray) -> pa.StringArray:
         """Published name of each row."""
@@ -392,25 +479,19 @@ class Uploader:
         """Write up to `max_workers` batches and close the window.
 
         Raises:
-            WindowError: some row of it may not be in the store.
+            AttemptError: some row of it may not be in the store.
         """
         with self._changed:
             if self._abandoned:
-                raise WindowError("the uploader was closed before the step was sent", retriable=False)
-            self._window_began_s = time.monotonic()
-        try:
+                raise AttemptError("the uploader was closed before the step was sent", retriable=False)
+        with self._watched("write_flush()"):
             try:
                 for batch, ts in zip(batches, stamps, strict=True):
                     self._write(batch, ts)
             finally:  # also after a failed write: the next attempt must not find leftovers of this one in its summary
                 summary = self._view.write_flush()
-        except Exception as error:
-            retriable = self._is_retriable(error)
-            raise WindowError(self._redact(error), retriable=retriable, retry_after_s=_retry_after_s(error)) from None
-        finally:
-            with self._changed:
-                self._window_began_s = None
         self._check_summary(summary, sum(batch.num_rows for batch in batches), len(batches))
+        self.counters["bytes"] += sum(batch.nbytes for batch in batches)
 
     def _write(self, rows: pa.RecordBatch, ts: int) -> None:
         version = self._settings.version
@@ -423,32 +504,34 @@ class Uploader:
         """Accept exactly what was sent: with any other count some row may not be in the store.
 
         Raises:
-            WindowError: fatal as soon as one of the errors is.
+            AttemptError: fatal as soon as one of the errors is.
         """
         counts = {"total_batches": batches, "failed_batches": 0}
         counts |= {"total_records": rows, "success_records": rows, "failed_records": 0}
         seen = {name: summary.get(name) for name in counts}
-        errors = list(summary.get("errors") or ())
-        if seen == counts and not errors:
-            self.counters["rows"] += rows
-            self.counters["batches"] += batches
-            return
-        fatal = [error for error in errors if not self._is_retriable(error)]
-        waits_s = [wait_s for error in errors if (wait_s := _retry_after_s(error)) is not None]
-        text = self._redact((fatal or errors or ["the SDK gave no error"])[0])
-        what = f"{text} (flush summary {seen}, expected {counts})"
-        raise WindowError(what, retriable=not fatal, retry_after_s=max(waits_s, default=None))
+        reported = list(summary.get("errors") or ())
+        if seen != counts or reported:
+            raise self._judge(reported or ["the SDK gave no error"], f" (flush summary {seen}, expected {counts})")
+        self.counters["rows"] += rows
+        self.counters["batches"] += batches
 
-    def _is_retriable(self, error: object) -> bool:
-        """Whether another attempt can succeed: the SDK's own word, else the HTTP status, else the kind of exception."""
-        said, status = getattr(error, "retriable", None), getattr(error, "status", None)
-        if said is not None:
-            return bool(said)
-        if status is None and isinstance(error, str) and (found := re.search(r"\b[45]\d\d\b", error)):
-            status = found[0]
-        if status is not None:
-            return int(status) >= 500 or int(status) in (408, 429)
-        return not isinstance(error, (TypeError, ValueError, LookupError, AttributeError, PermissionError))
+    def _judge(self, reported: Sequence[object], detail: str = "") -> AttemptError:
+        """One failed attempt from all the errors it met: fatal as soon as one of them is."""
+        expired = [error for error in reported if self._reconnect is not None and self._is_expired(error)]
+        fatal = [error for error in reported if error not in expired and not self._is_retriable(error)]
+        waits_s = [wait_s for error in reported if (wait_s := errors.retry_after_s(error)) is not None]
+        worst = (fatal or expired or list(reported))[0]
+        kind = f"{type(worst).__name__}: " if isinstance(worst, BaseException) and str(worst) else ""
+        return AttemptError(
+            f"{kind}{self._redact(worst)}{detail}",
+            retriable=not fatal,
+            expired=bool(expired),
+            retry_after_s=max(waits_s, default=None),
+        )
+
+    _is_retriable = staticmethod(errors.is_retriable)
+    _is_expired = staticmethod(errors.is_expired)
+    _redact = staticmethod(errors.redact)
 
     def _retry_delay_s(self, attempt: int, retry_after_s: float | None) -> float:
         """Exponential, bounded, with jitter; never sooner than the store asked (within `flush_timeout_s`)."""
@@ -461,17 +544,3 @@ class Uploader:
         with self._changed:
             while not self._abandoned and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-
-    @staticmethod
-    def _redact(error: object) -> str:
-        """Text of an error, short, without a value that a credential variable holds or that bears a telling label."""
-        text = str(error) or type(error).__name__
-        for secret in filter(None, map(os.environ.get, SECRET_VARIABLES)):
-            text = text.replace(secret, "[redacted]") if len(secret) > 3 else text
-        text = LABELLED_SECRET.sub(r"\1[redacted]", text)
-        return text if len(text) <= ERROR_TEXT_MAX else text[:ERROR_TEXT_MAX] + "…"
-
-
-def _retry_after_s(error: object) -> float | None:
-    wait_s = getattr(error, "retry_after_s", None)
-    return None if wait_s is None else max(0.0, float(wait_s))

@@ -1,3 +1,4 @@
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -74,7 +75,9 @@ def test_every_row_reaches_the_store_in_either_format(kit: Any, run: Any, upload
     assert set(view.stored) == {("published", key) for key in keys}
     assert view.stored["published", 2**53 + 1][1] == pytest.approx((0.1, 0.1))
     assert uploader.acknowledged_step == 5
-    assert uploader.counters == {"steps": 1, "rows": 5, "batches": 3, "retries": 0}
+    counted = {name: n for name, n in uploader.counters.items() if name != "bytes"}
+    nothing = {"failures": 0, "retries": 0, "reconnects": 0, "spilled_rows": 0}
+    assert counted == {"steps": 1, "rows": 5, "batches": 3} | nothing
     assert uploader._thread is not None
     assert not uploader._thread.is_alive()
 
@@ -165,12 +168,10 @@ def test_every_submitted_row_is_acknowledged_or_named(
     latest: dict[int, int] = {}  # key -> position of the last submission that holds it
     error: UploadError | None = None
     attempted: list[tuple[int, list[int]]] = []
-    accepted = 0
     try:
         for position, (step, keys) in enumerate(steps):
             attempted.append((step, keys))
             uploader.submit(step, kit.delta(step, keys, float(position)))
-            accepted = position + 1
             latest |= dict.fromkeys(keys, position)
         uploader.close(drain)
     except UploadError as caught:
@@ -184,7 +185,7 @@ def test_every_submitted_row_is_acknowledged_or_named(
         if position < acknowledged:
             assert view.stored[T, key][1][0] == float(position)
     if drain:  # else a last flush may still be answered while the step it belongs to is given up
-        assert uploader.pending_steps() == named[: accepted - acknowledged]
+        assert uploader.pending_steps() == named
         assert uploader.acknowledged_step == (attempted[acknowledged - 1][0] if acknowledged else None)
 
 
@@ -317,7 +318,7 @@ def test_a_flush_that_never_returns_is_reported_at_the_next_call(kit: Any, run: 
     for call in (lambda: uploader.submit(4, kit.delta(4, [1])), uploader.drain, uploader.check_error, uploader.close):
         error = raises_within(kit, call)
         assert isinstance(error, UploadError)
-        assert "has not answered a flush" in str(error)
+        assert re.search(r"write_flush\(\) has not returned for 0\.\d s", str(error))
         assert error.unacknowledged[0] == 3
     view.release.set()
 
@@ -355,7 +356,8 @@ def test_submit_after_close_is_an_error_not_a_drop(kit: Any, run: Any) -> None:
     with pytest.raises(UploadError, match="not running") as caught:
         uploader.submit(8, kit.delta(8, [1]))
     assert caught.value.unacknowledged == (8,)
-    uploader.close()
+    with pytest.raises(UploadError, match=r"rows of steps \[8\]"):
+        uploader.close()
     never = Uploader(kit.view(), kit.settings(), 0, 1)
     with pytest.raises(UploadError, match="not running"):
         never.submit(8, kit.delta(8, [1]))
