@@ -253,7 +253,7 @@ class RankOutcome:
 class History:
     """Everything observed in one run. ``writes``: WRITES_SCHEMA; ``final``: FINAL_SCHEMA; ``strays``: accepted writes
     to versions that are not the run's (``writes`` and ``final`` are of the run's own); ``fired``: firings per fault
-    index."""
+    index; ``schedule``: the choices of the virtual engine's scheduler, which repeat the run."""
 
     scenario: Scenario
     target: str
@@ -268,6 +268,7 @@ class History:
     wall_s: float = 0.0
     strays: pa.Table = field(default_factory=WRITES_SCHEMA.empty_table)
     stacks: dict[int, str] = field(default_factory=dict)
+    schedule: list[int] | None = None
 
     @property
     def succeeded(self) -> bool:

@@ -42,7 +42,8 @@ class PublisherTarget(Protocol):
 
 @dataclass(frozen=True)
 class RankContext:
-    """All that a factory is told. ``model`` is the sharded TorchRec model; ``client_factory()`` gives a client with the
+    """All that a factory is told. ``model`` is the sharded TorchRec model, or, on the virtual engine, a table source
+    (`reference.dumper.TableSource`) that stands for it; ``client_factory()`` gives a client with the
     ``feature_store_py`` interface, logged in as this rank; ``barrier()`` is a collective over all ranks."""
 
     rank: int
@@ -89,7 +90,6 @@ def reference(context: RankContext) -> PublisherTarget:
     """The reference publisher on the context's model and store."""
     from ..reference.publisher import Publisher
     from ..reference.settings import Settings
-    from ..reference.tracker import TorchRecSource
 
     config = context.config
     settings = Settings(
@@ -107,10 +107,19 @@ def reference(context: RankContext) -> PublisherTarget:
         retry_delay_ms_max=config.retry_delay_ms_max,
     )
     return Publisher(
-        TorchRecSource(context.model),
+        source_of(context.model),
         context.client_factory(),
         settings,
         rank=context.rank,
         world_size=context.world_size,
         barrier=context.barrier,
     )
+
+
+def source_of(model: Any) -> Any:
+    """Table source of a context's model."""
+    if hasattr(model, "drain"):
+        return model
+    from ..reference.tracker import TorchRecSource
+
+    return TorchRecSource(model)

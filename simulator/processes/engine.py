@@ -34,9 +34,9 @@ import urllib3
 
 from ...fakes.feature_store_py import FeatureStoreClient
 from ..errors import KitError, ScenarioError
-from ..faults import Fault, StoreError, StorePartial, StoreReset, StoreSlow
 from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event, History, RankOutcome, build_tables, read_events, read_ledger
 from ..scenario import Scenario
+from ..store_faults import planned
 from ..target import PROJECT, VERSION, VIEW
 from ..workload import Workload
 
@@ -462,8 +462,7 @@ class _StoreProcess:
     def reset(self, scenario: Scenario) -> None:
         """Empty the store and plan the scenario's store faults; a fault's id is its index in the scenario."""
         self._admin("POST", "reset", {"projects": [PROJECT]})
-        planned = [_store_fault(i, f) for i, f in enumerate(scenario.faults) if f.strikes == "store"]
-        self._admin("PUT", "faults", planned)
+        self._admin("PUT", "faults", msgspec.to_builtins(planned(scenario)))
 
     def observed(self, kinds: Sequence[str]) -> tuple[pa.Table, pa.Table, list[Event], list[int]]:
         """(final content, accepted writes, request events, firings by fault index). ``kinds``: one per fault."""
@@ -515,25 +514,3 @@ class _StoreProcess:
 
 #: What of the store's request log goes into the history.
 _REQUEST_FIELDS = {"route", "client", "rows", "rows_applied", "version", "ts", "status", "code", "fate"}
-
-
-def _store_fault(index: int, fault: Fault) -> dict[str, Any]:
-    """The fake server's own description (fakes/server/faults.py) of a scenario's store fault."""
-    if not isinstance(fault, StoreError | StoreReset | StoreSlow | StorePartial):
-        raise KitError(f"no way to plan {fault.kind} in the store")
-    rank = fault.rank
-    common = {
-        "id": str(index),
-        "route": fault.route,
-        "client": None if rank is None else f"rank{rank}",
-        "skip": fault.skip,
-        "count": fault.count,
-    }
-    if isinstance(fault, StoreSlow):
-        return {"kind": "delay", "delay_ms": fault.delay_ms, **common}
-    if isinstance(fault, StorePartial):
-        return {"kind": "partial", "rows_failed": fault.rows_failed, **common}
-    when = "after-commit" if fault.commit else "before-commit"
-    if isinstance(fault, StoreReset):
-        return {"kind": "reset", "when": when, **common}
-    return {"kind": "status", "code": fault.status, "retry_after_s": fault.retry_after_s, "when": when, **common}

@@ -1,0 +1,227 @@
+"""A model of NumPy shards: what a sharded TorchRec model is to a publisher, at a thousandth of its cost.
+
+A step has the collectives of a real one: ids go to the ranks that host the rows, gradients come back. The update is not
+a real optimizer's: row = 0.9 * row + noise(row) / (step + 1), which changes every row that was looked up, on the ranks
+that host it, alike on every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...reference.delta import DeltaError, Keys, Mask, Rows
+from ...reference.dumper import DATA_PARALLEL, Pause, TableInfo
+from ..history import LedgerTable
+from ..scenario import Scenario, Table
+from ..workload import Bags, Workload, initial_rows, looked_up
+from .collectives import Group
+
+
+class Shard(NamedTuple):
+    """The rows of one table that a rank hosts: ``weight`` float32 (n, dim), from global row ``first_row`` on."""
+
+    first_row: int
+    weight: Rows
+
+
+class Model:
+    """What all ranks share because it follows from the scenario: initial weights and noise."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.initial = [initial_rows(scenario, index) for index in range(len(scenario.tables))]
+        self.noise = [
+            np.random.default_rng([scenario.seed, 13, index]).standard_normal(rows.shape, dtype=np.float32)
+            for index, rows in enumerate(self.initial)
+        ]
+
+    def shard_range(self, table: Table, rank: int) -> tuple[int, int]:
+        """[first, end) of the rows that ``rank`` hosts; row-wise as TorchRec deals them out: ceil(rows / ranks)."""
+        if table.sharding == "row_wise":
+            share = -(-table.rows // self.scenario.world_size)
+            return min(rank * share, table.rows), min((rank + 1) * share, table.rows)
+        if table.sharding == "table_wise" and table.rank != rank:
+            return 0, 0
+        return 0, table.rows
+
+
+class Ledger:
+    """Ground truth of a run, in memory: what the processes' ledgers say, told by all ranks at once."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        tables = range(len(model.initial))
+        self._changes: list[dict[tuple[int, int], tuple[Keys, Rows]]] = [{} for _ in tables]
+        self._lookups: list[list[tuple[int, int, Keys]]] = [[] for _ in tables]
+
+    def looked_up(self, rank: int, step: int, index: int, keys: Keys) -> None:
+        self._lookups[index].append((rank, step, keys))
+
+    def changed(self, rank: int, step: int, index: int, keys: Keys, rows: Rows) -> None:
+        # Replicas change alike: the first rank that tells is enough.
+        teller = 0 if self._model.scenario.tables[index].sharding == DATA_PARALLEL else rank
+        self._changes[index].setdefault((step, teller), (keys, rows))
+
+    def tables(self, manifest: dict[str, str]) -> dict[str, LedgerTable]:
+        scenario = self._model.scenario
+        found = {}
+        for index, table in enumerate(scenario.tables):
+            host = np.full(table.rows, -1, np.int32)
+            if table.sharding != DATA_PARALLEL:
+                for rank in range(scenario.world_size):
+                    first, end = self._model.shard_range(table, rank)
+                    host[first:end] = rank
+            changes = sorted(self._changes[index].items())
+            steps = [np.full(len(keys), step) for (step, _), (keys, _) in changes]
+            keys, values = [keys for _, (keys, _) in changes], [rows for _, (_, rows) in changes]
+            lookups = self._lookups[index]
+            found[table.fqn] = LedgerTable(
+                table=table,
+                embedding_name=manifest[table.fqn],
+                initial=self._model.initial[index],
+                steps=_joined(steps, np.int64),
+                keys=_joined(keys, np.int64),
+                values=np.concatenate(values) if values else np.empty((0, table.dim), np.float32),
+                lookup_steps=_joined([np.full(len(keys), step) for _, step, keys in lookups], np.int64),
+                lookup_ranks=_joined([np.full(len(keys), rank) for rank, _, keys in lookups], np.int32),
+                lookup_keys=_joined([keys for _, _, keys in lookups], np.int64),
+                host=host,
+            )
+        return found
+
+
+def _joined(parts: list[np.ndarray], kind: Any) -> np.ndarray:
+    return np.concatenate(parts).astype(kind, copy=False) if parts else np.empty(0, kind)
+
+
+class VirtualTrainer:
+    """Model of one rank (`loop.Trainer`). ``source`` is what its publisher dumps from."""
+
+    def __init__(self, model: Model, workload: Workload, rank: int, group: Group, ledger: Ledger) -> None:
+        self.workload = workload
+        self._model, self._rank, self._group, self._ledger = model, rank, group, ledger
+        self._tables = model.scenario.tables
+        self._shards = []
+        for table, rows in zip(self._tables, model.initial, strict=True):
+            first, end = model.shard_range(table, rank)
+            self._shards.append(Shard(first, rows[first:end].copy()))
+        self.source = VirtualSource(model, rank, lambda index: self._shards[index])
+        self._touched: list[Keys] = []
+
+    def announce(self, step: int, bags: dict[str, Bags]) -> None:
+        for index, table in enumerate(self._tables):
+            self._ledger.looked_up(self._rank, step, index, looked_up(table, bags))
+
+    def forward(self, bags: dict[str, Bags], rank_step: tuple[int, int]) -> int:
+        batches = self._group.exchange(self._rank, "all_to_all (forward)", bags)
+        self._touched = []
+        for index, table in enumerate(self._tables):
+            ids = [batch[f].values for batch in batches for f in table.feature_names]
+            keys = np.unique(np.concatenate(ids))
+            first, end = self._model.shard_range(table, self._rank)
+            hosted = keys[(keys >= first) & (keys < end)]
+            self._touched.append(hosted)
+            # A replica's tracker sees the ids of its own batch; a shard's, whatever was looked up in it.
+            seen = looked_up(table, bags) if table.sharding == DATA_PARALLEL else hosted
+            self.source.record(index, seen - first)
+        return rank_step[1]
+
+    def backward(self, loss: int) -> None:
+        self._group.exchange(self._rank, "all_to_all (backward)")
+        for index, (shard, keys) in enumerate(zip(self._shards, self._touched, strict=True)):
+            local = keys - shard.first_row
+            shard.weight[local] = shard.weight[local] * np.float32(0.9) + self._model.noise[index][keys] / np.float32(
+                loss + 1
+            )
+
+    def record(self, step: int) -> int:
+        for index, (shard, keys) in enumerate(zip(self._shards, self._touched, strict=True)):
+            if len(keys):
+                self._ledger.changed(self._rank, step, index, keys, shard.weight[keys - shard.first_row])
+        return sum(map(len, self._touched))
+
+    def evaluate(self, bags: dict[str, Bags], step: int) -> None:
+        self.forward(bags, (self._rank, step))
+
+    def holders(self, table: str) -> list[str]:
+        return [t.fqn for t in self._tables if t.name == table]
+
+
+class VirtualSource:
+    """Table source (`reference.dumper.TableSource`) of one rank, in the shape of `reference.tracker.TorchRecSource`.
+
+    Its small methods have that class's names, so that a known bug of the tracker can be put into either.
+    """
+
+    def __init__(self, model: Model, rank: int, shard: Callable[[int], Shard]) -> None:
+        self._index = {table.fqn: index for index, table in enumerate(model.scenario.tables)}
+        self._keys = list(self._index)
+        self._find = shard
+        self._tables = {}
+        for table in model.scenario.tables:
+            first, end = model.shard_range(table, rank)
+            self._tables[table.fqn] = TableInfo(
+                fqn=table.fqn,
+                owner=table.owner,
+                collection=table.collection,
+                table=table.name,
+                feature_names=table.feature_names,
+                rows=table.rows,
+                dim=table.dim,
+                sharding=table.sharding,
+                hosted=end > first,
+            )
+        self._records: dict[str, list[Keys]] = {key: [] for key in self._keys}
+        self._paused = Pause()
+
+    def tables(self) -> dict[str, TableInfo]:
+        return dict(self._tables)
+
+    def record(self, index: int, local: Keys) -> None:
+        """Note the local ids of one lookup."""
+        if not self._paused and len(local):
+            self._entry(self._keys[index]).append(local)
+
+    def drain(self) -> dict[str, Keys]:
+        taken = {key: np.unique(np.concatenate(parts)) for key, parts in self._records.items() if parts}
+        for key in taken:
+            self._records[key].clear()
+        return {key: self._global_keys(key, local) for key, local in taken.items()}
+
+    def gather(self, fqn: str, keys: Keys) -> Rows:
+        return self._weights(fqn)[keys - self._first_row(fqn)]
+
+    def hosts(self, fqn: str, keys: Keys) -> Mask:
+        shard = self._shard(fqn)
+        return (keys >= shard.first_row) & (keys < shard.first_row + len(shard.weight))
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self._paused()
+
+    def _entry(self, key: str) -> list[Keys]:
+        return self._records[key]
+
+    def _shard(self, key: str) -> Shard:
+        return self._find(self._index[key])
+
+    def _first_row(self, key: str) -> int:
+        return self._shard(key).first_row
+
+    def _weights(self, key: str) -> Rows:
+        return self._shard(key).weight
+
+    def _global_keys(self, key: str, local: Keys) -> Keys:
+        shard = self._shard(key)
+        outside = local[(local < 0) | (local >= len(shard.weight))]
+        if len(outside):
+            raise DeltaError(
+                f"id outside this rank's {len(shard.weight)} rows from row {shard.first_row}",
+                table=key,
+                key=int(outside[0]) + shard.first_row,
+                step=None,
+            )
+        return local + self._first_row(key)
