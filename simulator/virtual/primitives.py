@@ -192,8 +192,7 @@ def start_new_thread(
     function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> int:
     """`_thread.start_new_thread`: a new task of the caller's rank."""
-    scheduler = running()
-    assert scheduler is not None and scheduler.current is not None
+    scheduler, current = _scheduler_and_task()
     bound = getattr(function, "__self__", None)
     name = getattr(bound, "_name", None) or getattr(bound, "name", None) or getattr(function, "__name__", "thread")
 
