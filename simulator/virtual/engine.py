@@ -101,8 +101,8 @@ class _Run:
         for event in self.events:
             if event.kind == "fault":
                 fired[event.data["index"]] += 1
-        for index, count in self.plan.fired().items():
-            fired[int(index)] += count
+        for entry in self.plan.fired():
+            fired[int(entry.fault.id)] += entry.fired
         history = History(
             scenario=scenario,
             target=self.target,
