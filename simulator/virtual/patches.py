@@ -192,6 +192,26 @@ def _or_real(real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
     return either
 
 
+def _class(real: type, fake: type) -> type:
+    """A class that makes the fake in a simulated rank and the real thing elsewhere; instances of either are its own."""
+
+    class Either(fake, metaclass=_EitherKind):  # type: ignore[misc, valid-type]
+        _real = real
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if running() is not None:
+                return super().__new__(cls)
+            return cls._real(*args, **kwargs)
+
+    Either.__name__ = Either.__qualname__ = real.__name__
+    return Either
+
+
+class _EitherKind(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(cls, instance) or isinstance(instance, cls._real)  # type: ignore[attr-defined]
+
+
 def _hash_by_age(self: Any) -> int:
     """Hash of threads and futures: the standard library keeps sets of them, whose order must not come from memory."""
     scheduler = running()
@@ -314,12 +334,16 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (threading, "_allocate_lock", _or_real(_real.allocate_lock, primitives.Lock)),
     (threading, "Lock", _or_real(_real.allocate_lock, primitives.Lock)),
     (threading, "RLock", _or_real(_real.rlock, primitives.RLock)),
+    (threading, "Condition", _class(threading.Condition, primitives.Condition)),
+    (threading, "Event", _class(threading.Event, primitives.Event)),
+    (threading, "Semaphore", _class(threading.Semaphore, primitives.Semaphore)),
+    (threading, "BoundedSemaphore", _class(threading.BoundedSemaphore, primitives.BoundedSemaphore)),
     (threading, "_set_sentinel", _or_real(_real.set_sentinel, primitives.set_sentinel)),
     (threading, "local", _threading_local.local),
     (threading.Thread, "__hash__", _hash_by_age),
     (concurrent.futures.Future, "__hash__", _hash_by_age),
     (threading, "excepthook", _thread_died),
-    (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
+    (queue, "SimpleQueue", _class(queue.SimpleQueue, primitives.SimpleQueue)),
     (concurrent.futures.thread, "_shutdown", _shutdown),
     (uuid, "_generate_time_safe", None),  # libuuid reads the real clock
     (uuid, "_node", 0x0200_0000_0001),

@@ -1,13 +1,16 @@
-"""What replaces the primitives below `threading` while a run is under way: locks, re-entrant locks and thread starts.
+"""What replaces the primitives of `threading` and `queue` while a run is under way.
 
-The standard library's `Thread`, `Condition`, `Event`, `Semaphore`, `Barrier`, `Timer`, `queue` and `ThreadPoolExecutor`
-are written in Python on top of these and run unchanged.
+The standard library's `Thread`, `Barrier`, `Timer`, `Queue` and `ThreadPoolExecutor` are written in Python on top of
+these and run unchanged. A scheduling point stands before whatever another thread could see or prevent: taking a lock or
+a semaphore, setting an event.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import queue
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -220,3 +223,219 @@ def get_ident() -> int:
     """`threading.get_ident`"""
     scheduler = running()
     return _os_thread() if scheduler is None or scheduler.current is None else scheduler.current.ident
+
+
+class Condition:
+    """`threading.Condition` over any lock. As there, `notify` wakes those that have waited longest."""
+
+    def __init__(self, lock: Any = None) -> None:
+        self._lock = RLock() if lock is None else lock
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._waiters: list[Task] = []
+
+    def __enter__(self) -> Any:
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc: object) -> Any:
+        return self._lock.__exit__(*exc)
+
+    def __repr__(self) -> str:
+        return f"<Condition({self._lock}, {len(self._waiters)})>"
+
+    def _is_owned(self) -> bool:
+        if hasattr(self._lock, "_is_owned"):
+            return bool(self._lock._is_owned())
+        return bool(self._lock.locked())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._is_owned():
+            raise RuntimeError("cannot wait on un-acquired lock")
+        scheduler, task = _scheduler_and_task()
+        self._waiters.append(task)
+        saved = self._lock._release_save() if hasattr(self._lock, "_release_save") else self._lock.release()
+        try:
+            woken = scheduler.wait("a condition", _timeout_ns(scheduler, timeout))
+        finally:
+            if not scheduler.reaping:
+                if task in self._waiters:
+                    self._waiters.remove(task)
+                if hasattr(self._lock, "_acquire_restore"):
+                    self._lock._acquire_restore(saved)
+                else:
+                    self._lock.acquire()
+        return woken
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        end = None
+        result = predicate()
+        while not result:
+            scheduler, _ = _scheduler_and_task()
+            now = scheduler.clock.monotonic_ns(scheduler.now_ns) / SECOND_NS
+            if timeout is not None:
+                end = now + timeout if end is None else end
+                if end - now <= 0:
+                    break
+            self.wait(None if end is None else end - now)
+            result = predicate()
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        if not self._is_owned():
+            if _running is not None and _running.reaping:
+                return
+            raise RuntimeError("cannot notify on un-acquired lock")
+        woken = self._waiters[:n]
+        del self._waiters[:n]
+        if woken:
+            scheduler, _ = _scheduler_and_task()
+            for task in woken:
+                scheduler.wake(task)
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiters))
+
+    notifyAll = notify_all  # noqa: N815 - the standard library has it
+
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()
+        self._waiters.clear()
+
+
+class Event:
+    """`threading.Event`"""
+
+    def __init__(self) -> None:
+        self._flag = False
+        self._waiters: list[Task] = []
+
+    def is_set(self) -> bool:
+        return self._flag
+
+    isSet = is_set  # noqa: N815 - the standard library has it
+
+    def set(self) -> None:
+        scheduler = running()
+        if scheduler is not None:
+            scheduler.point()
+        self._flag = True
+        waiters, self._waiters = self._waiters, []
+        if scheduler is not None:
+            for task in waiters:
+                scheduler.wake(task)
+
+    def clear(self) -> None:
+        self._flag = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._flag:
+            return True
+        scheduler, task = _scheduler_and_task()
+        limit_ns = _timeout_ns(scheduler, timeout)
+        if limit_ns is not None:
+            limit_ns += scheduler.now_ns
+        while not self._flag:
+            self._waiters.append(task)
+            left_ns = None if limit_ns is None else limit_ns - scheduler.now_ns
+            if not scheduler.wait("an event", left_ns):
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(task)
+                break
+        return self._flag
+
+    def _at_fork_reinit(self) -> None:
+        self._flag = False
+        self._waiters.clear()
+
+
+class Semaphore:
+    """`threading.Semaphore`"""
+
+    _bound: int | None = None
+
+    def __init__(self, value: int = 1) -> None:
+        if value < 0:
+            raise ValueError("semaphore initial value must be >= 0")
+        self._value = value
+        self._waiters: list[Task] = []
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        if not blocking and timeout is not None:
+            raise ValueError("can't specify timeout for non-blocking acquire")
+        scheduler, task = _scheduler_and_task()
+        scheduler.point()
+        if not self._value and (not blocking or timeout == 0):
+            return False
+        limit_ns = _timeout_ns(scheduler, timeout)
+        if limit_ns is not None:
+            limit_ns += scheduler.now_ns
+        while not self._value:
+            self._waiters.append(task)
+            left_ns = None if limit_ns is None else limit_ns - scheduler.now_ns
+            if not scheduler.wait("a semaphore", left_ns):
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(task)
+                if not self._value:
+                    return False
+        self._value -= 1
+        return True
+
+    __enter__ = acquire
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def release(self, n: int = 1) -> None:
+        if n < 1:
+            raise ValueError("n must be one or more")
+        if self._bound is not None and self._value + n > self._bound:
+            raise ValueError("Semaphore released too many times")
+        scheduler = running()
+        if scheduler is not None:
+            scheduler.point()
+        self._value += n
+        if scheduler is not None:
+            for _ in range(n):
+                _wake_one(scheduler, self._waiters)
+
+
+class BoundedSemaphore(Semaphore):
+    """`threading.BoundedSemaphore`"""
+
+    def __init__(self, value: int = 1) -> None:
+        super().__init__(value)
+        self._bound = value
+
+
+class SimpleQueue:
+    """`queue.SimpleQueue`"""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._count = Semaphore(0)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+        self._count.release()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout < 0:
+            raise ValueError("'timeout' must be a non-negative number")
+        if not (self._count.acquire(timeout=timeout) if block else self._count.acquire(blocking=False)):
+            raise queue.Empty
+        return self._items.popleft()
+
+    def put_nowait(self, item: Any) -> None:
+        self.put(item)
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+
+def _timeout_ns(scheduler: Scheduler, timeout: float | None) -> int | None:
+    return None if timeout is None else scheduler.clock.true_ns(int(max(0.0, timeout) * SECOND_NS))

@@ -211,11 +211,18 @@ class Scheduler:
 
     def point(self) -> None:
         """A scheduling point of the running task."""
-        self._tick()
+        if self.reaping or self.points >= self.points_max:
+            self._tick()
+        self.now_ns = now_ns = self.now_ns + TICK_NS
+        self.points += 1
         ready, timers, current = self._ready, self._timers, self.current
-        if timers and timers[0][0] <= self.now_ns:
-            self._fire()
-        warp = bool(timers) and timers[0][0] - self.now_ns <= WARP_NS
+        warp = False
+        if timers:
+            due_ns = timers[0][0] - now_ns
+            if due_ns <= 0:
+                self._fire()
+                due_ns = timers[0][0] - now_ns if timers else WARP_NS + 1
+            warp = due_ns <= WARP_NS
         if not ready and not warp:
             return
         assert current is not None
@@ -300,8 +307,9 @@ class Scheduler:
     def reap(self) -> None:
         """After a run: unwind what is left. Every primitive raises GreenletExit by now, so nothing can happen."""
         self.reaping = True
-        disabled, hook = logging.root.manager.disable, sys.unraisablehook
-        logging.disable(logging.CRITICAL)  # executors log every exception, and what is unwound is none of anybody's
+        handle, hook = logging.Logger.handle, sys.unraisablehook
+        # Executors log every exception, and what is unwound here is nobody's.
+        logging.Logger.handle = lambda *_: None  # type: ignore[method-assign]
         sys.unraisablehook = lambda _: None
         try:
             for task in self.tasks:
@@ -315,7 +323,7 @@ class Scheduler:
             self._ready.clear()
             self._timers.clear()
         finally:
-            logging.disable(disabled)
+            logging.Logger.handle = handle  # type: ignore[method-assign]
             sys.unraisablehook = hook
 
     # -- time ----------------------------------------------------------------------------------------------------------
