@@ -33,6 +33,17 @@ _EXPIRED = re.compile(r"(?i)invalid_?token\b|security_?token\W{0,2}expired|expir
 _FATAL = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, PermissionError)
 
 
+class PublisherError(RuntimeError):
+    """The publisher was set up or used in a way that could lose rows. The message says what to do.
+
+    `retriable`: what was missing may be there in a moment.
+    """
+
+    def __init__(self, what: str, *, retriable: bool = False) -> None:
+        super().__init__(what)
+        self.retriable = retriable
+
+
 def is_retriable(error: object) -> bool:
     """Whether another attempt can succeed: the SDK's own word, else the HTTP status, else the kind of exception."""
     if (said := getattr(error, "retriable", None)) is not None:
@@ -59,7 +70,7 @@ def remember(*secrets: str | None) -> None:
     _remembered.extend(secret for secret in secrets if secret and secret not in _remembered)
 
 
-def redact(error: object) -> str:
+def redact(error: object, length_max: int = TEXT_MAX) -> str:
     """Text of an error, short, without known secrets (plain or encoded) and what bears a telling label."""
     text = str(error) or type(error).__name__
     known = {*map(os.environ.get, SECRET_VARIABLES), *_remembered}
@@ -67,7 +78,7 @@ def redact(error: object) -> str:
         if len(secret) > 3:  # shorter ones would tear words apart
             text = _pattern(secret).sub("[redacted]", text)
     text = _IN_URL.sub(r"\1\2[redacted]", _LABELLED.sub(r"\1[redacted]", text))
-    return text if len(text) <= TEXT_MAX else text[:TEXT_MAX] + "…"
+    return text if len(text) <= length_max else text[:length_max] + "…"
 
 
 def _pattern(secret: str) -> re.Pattern[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +10,21 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
+from .connect import connect
 from .contract import ContractError, TableRef, embedding_names
 from .delta import Keys
 from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
+from .errors import PublisherError
 from .restart import RankState, Restart, join, pack
 from .settings import Settings
 from .uploader import Uploader, UploadError
+
+__all__ = ["Publisher", "PublisherError", "connect"]
 
 log = logging.getLogger("deltaproof.reference")
 
 PK, SK, VALUE = "embedding_name", "key_id", "embedding"
 VALUE_TYPE = "ARRAY<FLOAT>"
-
-
-class PublisherError(RuntimeError):
-    """The publisher was set up or used in a way that could lose rows. The message says what to do."""
 
 
 class Publisher:
@@ -380,34 +379,6 @@ class Publisher:
         if (close_view := getattr(stale, "close", None)) is not None:
             close_view(wait=False)
         return self._view
-
-
-def connect(settings: Settings) -> Any:
-    """A `feature_store_py` client, with fresh credentials from the default chain and the FeatureDB login variables.
-
-    Raises:
-        PublisherError: a package is missing.
-    """
-    try:
-        from alibabacloud_credentials.client import Client as CredentialClient
-        from feature_store_py import FeatureStoreClient
-    except ImportError as error:
-        remedy = "install it"
-        if error.name == "feature_store_py":
-            remedy = (
-                "install Alibaba's SDK or, for the fake store, call deltaproof.fakes.feature_store_py.install() first"
-            )
-        raise PublisherError(f"{error.name} is not installed, and is needed to reach the store: {remedy}") from error
-    credential = CredentialClient().get_credential()
-    return FeatureStoreClient(
-        access_key_id=credential.access_key_id,
-        access_key_secret=credential.access_key_secret,
-        region=settings.region,
-        endpoint=settings.endpoint,
-        security_token=credential.security_token,
-        featuredb_username=os.environ.get("FEATUREDB_USERNAME"),
-        featuredb_password=os.environ.get("FEATUREDB_PASSWORD"),
-    )
 
 
 def _no_barrier() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from typing import Literal
 
 import msgspec
@@ -25,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     naming: Naming = "fqn"
     upload_format: Literal["arrow", "json"] = "arrow"
     embedding_type: EmbeddingType = "float32"  # int8: rowwise, with an fp16 scale and offset (delta.quantise)
-    endpoint: str | None = None
+    endpoint: str | None = None  # host[:port], reached over https unless it is this machine
     region: str = "cn-hangzhou"
     batch_size: int = 1000  # rows; at most the SDK's own batch size is used, so one write is one batch
     max_workers: int = 4  # batches per window
@@ -48,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not getattr(self, name).strip():
                 raise ValueError(f"setting {name} is empty")
         check_version(self.version)
+        check_endpoint(self.endpoint)
         if (self.every_steps is None) == (self.every_minutes is None):
             raise ValueError("set exactly one of every_steps and every_minutes")
         floors = {
@@ -80,3 +83,28 @@ def check_version(version: str) -> None:
     """Raise ValueError for a version that is empty, or that serving reads when it names none."""
     if not version.strip() or version.strip().lower() == "default":
         raise ValueError(f"setting version is {version!r}: name a version of your own, serving reads 'default'")
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Raise ValueError for an endpoint that is no host, or that would get the credentials in clear text.
+
+    Its text is repeated only in parts: people paste logins into it.
+    """
+    if endpoint is None:
+        return
+    scheme, found, rest = endpoint.partition("://")
+    scheme, place = (scheme.lower(), rest.rstrip("/")) if found else ("", endpoint)
+    if not re.fullmatch(r"(?a)(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d{1,5})?", place):
+        raise ValueError("setting endpoint is not host, host:port or https://host:port, without a login or a path")
+    host = re.sub(r":\d+$", "", place).strip("[]")
+    if scheme not in ("", "https") and not (scheme == "http" and _is_loopback(host)):
+        raise ValueError(
+            f"setting endpoint: {scheme}://{host} would get the credentials in clear text, use https://{host}"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
