@@ -15,8 +15,6 @@ import errno
 import hashlib
 import io
 import os
-import secrets
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -215,7 +213,8 @@ class ShardWriter:
     A shard is built in memory, so keeping a delta takes as much room again as the delta, for that time.
 
     Args:
-        generation: from `new_generation`. names: published name per table FQN; without it the FQN is the name.
+        generation: names one start of one rank's publisher, and no other.
+        names: published name per table FQN; without it the FQN is the name.
     """
 
     def __init__(
@@ -320,11 +319,6 @@ def shard_schema(value_type: pa.DataType) -> pa.Schema:
         "rank": pa.int32(),
     }
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
-
-
-def new_generation(clock: Any = time) -> str:
-    """Name of one start of one rank's publisher; no two are equal, on any host."""
-    return f"{int(clock.time() * 1000):013d}-{secrets.token_hex(4)}"
 
 
 def folder_name(text: str) -> str:
