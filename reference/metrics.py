@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-COUNTERS = {
-    "deltaproof_steps_total": "Submitted deltas that the store acknowledged.",
-    "deltaproof_rows_total": "Rows that the store acknowledged, those of replays again.",
-    "deltaproof_bytes_total": "Bytes of those rows, as Arrow columns.",
-    "deltaproof_batches_total": "Batches of those rows.",
-    "deltaproof_failures_total": "Attempts that failed: to send, retain or spill a delta.",
-    "deltaproof_retries_total": "Attempts made after one that failed.",
-    "deltaproof_reconnects_total": "Clients made because a token had expired.",
-    "deltaproof_spilled_rows_total": "Rows that were given up and spilled.",
+COUNTERS = {  # deltaproof_…_total
+    "steps": "Submitted deltas that the store acknowledged.",
+    "rows": "Rows that the store acknowledged, those of replays again.",
+    "bytes": "Bytes of those rows, as Arrow columns.",
+    "batches": "Batches of those rows.",
+    "failures": "Attempts that failed: to send, retain or spill a delta.",
+    "retries": "Attempts made after one that failed.",
+    "reconnects": "Clients made because a token had expired.",
+    "spilled_rows": "Rows that were given up and spilled.",
 }
-GAUGES = {
-    "deltaproof_queue_steps": "Deltas that are not acknowledged.",
-    "deltaproof_queue_bytes": "Bytes of those deltas.",
-    "deltaproof_lag_steps": "Steps from the last one acknowledged to the last one submitted.",
-    "deltaproof_lag_seconds": "Age of the oldest delta that is not acknowledged.",
+GAUGES = {  # deltaproof_…
+    "queue_steps": "Deltas that are not acknowledged.",
+    "queue_bytes": "Bytes of those deltas.",
+    "lag_steps": "Steps from the last one acknowledged to the last one submitted.",
+    "lag_seconds": "Age of the oldest delta that is not acknowledged.",
 }
 
 
@@ -37,11 +37,16 @@ class Collector:
         """Metric families, for `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for name, value in self._read().items():
-            family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
-            metric = family(name, (COUNTERS | GAUGES)[name], labels=list(self._labels))
-            metric.add_metric(list(self._labels.values()), value)
-            yield metric
+        values = self._read()
+        for name, what in COUNTERS.items():
+            yield self._of(CounterMetricFamily, name, what, values[f"deltaproof_{name}_total"])
+        for name, what in GAUGES.items():
+            yield self._of(GaugeMetricFamily, name, what, values[f"deltaproof_{name}"])
+
+    def _of(self, family: Any, name: str, what: str, value: float) -> Any:
+        metric = family(f"deltaproof_{name}", what, labels=list(self._labels))
+        metric.add_metric(list(self._labels.values()), value)
+        return metric
 
     def describe(self) -> list[Any]:
         """Nothing: registering must not read an uploader that may not have started."""

@@ -25,16 +25,13 @@ import pyarrow as pa
 
 from . import errors
 from .delta import constant, validate
+from .metrics import COUNTERS
 from .settings import Settings
 
 log = logging.getLogger("deltaproof.reference")
 
 T = TypeVar("T")
-
-
-# Steps, and rows, bytes and batches of windows that the store acknowledged (those of a replay again); attempts that
-# failed, those of them that another one followed, fresh credentials, and rows handed to `spill`.
-COUNTERS = ("steps", "rows", "bytes", "batches", "failures", "retries", "reconnects", "spilled_rows")
+WAIT_S_MAX = 1.0  # in one piece: a signal handler may have taken the notice that a wait is for
 
 
 class UploadError(RuntimeError):
@@ -78,8 +75,7 @@ class _Job(msgspec.Struct, eq=False):
     seq: int
     table: pa.Table
     bytes: int
-    queued_s: float  # monotonic, as the others
-    stamps: list[int] = []  # one per batch, of the last attempt
+    queued_s: float  # monotonic
     spill: Literal["no", "begun", "done", "failed"] = "no"
 
 
@@ -175,12 +171,11 @@ class Uploader:
     def metrics(self) -> dict[str, int | float]:
         """Numbers of this moment under OpenMetrics names; `metrics.py` says what each means."""
         with self._changed:
-            metrics: dict[str, int | float] = {f"deltaproof_{name}_total": n for name, n in self.counters.items()}
             first, last = (self._jobs[0], self._jobs[-1]) if self._jobs else (None, None)
             before = self.acknowledged_step
             if first and before is None:
                 before = first.step - 1
-            return metrics | {
+            return {f"deltaproof_{name}_total": count for name, count in self.counters.items()} | {
                 "deltaproof_queue_steps": len(self._jobs),
                 "deltaproof_queue_bytes": sum(job.bytes for job in self._jobs),
                 "deltaproof_lag_steps": last.step - (before or 0) if last else 0,
@@ -278,7 +273,7 @@ class Uploader:
         """Wait for the thread to report, but wake in time to notice a call that hangs."""
         began_s = time.monotonic() if self._call is None else self._call[1]
         until_s = min(deadline_s, began_s + self._settings.flush_timeout_s)
-        self._changed.wait(max(0.001, until_s - time.monotonic()))
+        self._changed.wait(min(max(0.001, until_s - time.monotonic()), WAIT_S_MAX))
 
     def _raise_failure(self, refused: _Job | None = None) -> None:
         if self._failure is None and self._call is not None:
@@ -341,13 +336,17 @@ class Uploader:
         Raises:
             AttemptError: another attempt cannot help, or there were `retry_attempts_max` of them.
         """
-        self._persist(f"step {job.step}", functools.partial(self._send, job))
+        stamps = self._persist(f"step {job.step}", functools.partial(self._send, job))
         if (retain := self._retain) is not None:
-            with self._watched("retain()"):
-                self._persist(f"step {job.step} (to be retained)", functools.partial(self._keep, job, retain))
 
-    def _persist(self, what: str, call: Callable[[], T]) -> T:
-        """What `call` returns, after as many attempts as the settings allow.
+            def keep() -> None:
+                with self._watched("retain()"):
+                    self._keep(job, stamps, retain)
+
+            self._persist(f"step {job.step}, to be retained", keep, online=False)
+
+    def _persist(self, what: str, call: Callable[[], T], *, online: bool = True) -> T:
+        """What `call` returns, after as many attempts as the settings allow. `online`: it talks to the store.
 
         Raises:
             AttemptError: the last attempt's. Neither it nor its `__context__` holds an error of the SDK.
@@ -356,6 +355,8 @@ class Uploader:
         while True:
             attempt += 1
             try:
+                if online:
+                    self._renew()
                 return call()
             except Exception as error:
                 failure = error if isinstance(error, AttemptError) else self._judge([error])
@@ -388,20 +389,19 @@ class Uploader:
             with self._changed:
                 self._call = None
 
-    def _send(self, job: _Job) -> None:
-        """One attempt at a whole step: every batch, from the first, under new ts.
+    def _send(self, job: _Job) -> list[int]:
+        """One attempt at a whole step: every batch, from the first, under new ts; returns them, one per batch.
 
         Batches that an earlier attempt placed go again. Which ones it placed is not known after a timeout, and an
         incremental reader may have moved past their old ts.
         """
-        self._renew()
         with self._changed:
             stamps = iter(self._stamps(job))
-        batches, job.stamps, rows = self._batches(job.table), [], 0
+        batches, used, rows = self._batches(job.table), list[int](), 0
         began_s = told_s = time.monotonic()
         while window := list(itertools.islice(batches, self._settings.max_workers)):
-            job.stamps += itertools.islice(stamps, len(window))
-            self._window(window, job.stamps[-len(window) :])
+            used += itertools.islice(stamps, len(window))
+            self._window(window, used[-len(window) :])
             rows += sum(batch.num_rows for batch in window)
             now_s = time.monotonic()
             if now_s - told_s >= self._settings.progress_s:
@@ -409,21 +409,24 @@ class Uploader:
                 log.info("rank %d, step %d: %s, %.0f rows/s", self._rank, job.step, done, rows / (now_s - began_s))
                 told_s = now_s
 
-    def _keep(self, job: _Job, keep: Keep) -> None:
-        """Hand a job over, with the ts of each row."""
-        rows_of_batches = self._batch_rows(job.table)
-        keep(job.step, job.seq, job.table, np.repeat(np.array(job.stamps, np.int64), rows_of_batches))
+        return used
+
+    def _keep(self, job: _Job, stamps: Sequence[int], keep: Keep) -> None:
+        """Hand a job over, with the ts of each row. `stamps`: of each batch."""
+        rows = self._batch_rows(job.table)
+        keep(job.step, job.seq, job.table, np.repeat(np.array(stamps[: len(rows)], np.int64), rows))
 
     def _spill_rest(self) -> None:
         """Spill what will not be sent, each job once, with the ts that it would have had."""
-        while (keep := self._spill) is not None:
+        while (spill := self._spill) is not None:
             with self._changed:
                 job = next((job for job in self._jobs if job.spill == "no"), None)
                 if job is None:
                     return
-                job.spill, job.stamps = "begun", list(self._stamps(job))
+                job.spill, stamps = "begun", self._stamps(job)
             try:
-                self._persist(f"step {job.step}, to be spilled", functools.partial(self._keep, job, keep))
+                keep = functools.partial(self._keep, job, stamps, spill)
+                self._persist(f"step {job.step}, to be spilled", keep, online=False)
             except AttemptError as error:
                 job.spill = "failed"
                 log.error("rank %d, step %d: %d rows not spilled: %s", self._rank, job.step, job.table.num_rows, error)
