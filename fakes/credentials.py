@@ -20,29 +20,26 @@ import _thread
 import asyncio
 import base64
 import collections
+import contextlib
 import hmac
 import json
 import random
 import socket
-import struct
-import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import ClassVar, Final, Literal, Self
+from collections.abc import AsyncIterator, Callable
+from typing import ClassVar, Final, Literal
 
 import msgspec
 from aiohttp import web
 
 from .errors import InvalidParameter
-from .plan import DELAY_MS_MAX, Firing, Plan, Planned
+from .plan import Faulty, Plan, Planned
+from .served import LoopServed, break_off
 
 STALE_S: Final = 900  # the published client counts a token as stale this long before it expires
 LIFETIME_S: Final = 3600.0
 TOKENS_MAX: Final = 10_000
 LOG_MAX: Final = 10_000
-START_TIMEOUT_S: Final = 10.0
-STOP_TIMEOUT_S: Final = 10.0
 PATH: Final = "/credentials"
 
 Verdict = Literal["ok", "unknown-key", "wrong-token", "expired", "revoked"]
@@ -208,8 +205,7 @@ class Slow(Planned, tag="slow", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.delay_ms <= DELAY_MS_MAX:
-            raise InvalidParameter(f"fault {self.id}: delay_ms {self.delay_ms}, want 0 to {DELAY_MS_MAX}")
+        self.check_range("delay_ms", self.delay_ms)
 
 
 class Garbage(Planned, tag="garbage", kw_only=True, frozen=True):
@@ -271,12 +267,14 @@ class CredentialRequest(msgspec.Struct, frozen=True):
     fault: str | None
 
 
-class CredentialServer:
+class CredentialServer(LoopServed, Faulty[CredentialFault]):
     """The endpoint in a thread of its own: ``with CredentialServer() as server:`` and ``server.uri``.
 
     ``vault`` judges the tokens (``accepts`` and ``secret_of`` are its own). Raises OSError when the port is taken
     (0: any free one).
     """
+
+    WHAT: ClassVar[str] = "credential endpoint"
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1", *, vault: TokenVault | None = None) -> None:
         self._host, self._want_port = host, port
@@ -286,45 +284,26 @@ class CredentialServer:
         self._plan: Plan[CredentialFault] = Plan()
         self._log: collections.deque[CredentialRequest] = collections.deque(maxlen=LOG_MAX)
         self._requests = 0
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
 
     def __repr__(self) -> str:
         return f"CredentialServer(uri={self.uri!r}, requests={self._requests})"
 
-    def start(self) -> Self:
-        """Bind and serve; returns once requests are answered."""
-        sock = socket.create_server((self._host, self._want_port), backlog=64)
-        self.port = sock.getsockname()[1]
+    def _open(self) -> None:
+        self._sock = socket.create_server((self._host, self._want_port), backlog=64)
+        self.port = self._sock.getsockname()[1]
         self.uri = f"http://{self._host}:{self.port}{PATH}"
-        ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(sock, ready), name="deltaproof-credentials", daemon=True
-        )
-        self._thread.start()
-        if not ready.wait(START_TIMEOUT_S):
-            raise RuntimeError(f"the credential endpoint did not start on port {self.port}")
-        return self
 
-    def stop(self) -> None:
-        """Stop serving; open connections are closed. Safe to call twice."""
-        if self._thread is None or self._loop is None or self._stop is None:
-            return
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(STOP_TIMEOUT_S)
-            if self._thread.is_alive():
-                raise RuntimeError(f"the credential endpoint on port {self.port} did not stop in {STOP_TIMEOUT_S:g} s")
-        self._thread = None
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_get(PATH, self._answer, allow_head=False)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._sock).start()
+            yield
+        finally:
+            await runner.cleanup()
 
     def environment(self) -> dict[str, str]:
         """Variables for a process that imports the published client later, with its other sources of credentials off.
@@ -351,38 +330,12 @@ class CredentialServer:
         """The next request gets a fresh token; those handed out stay good."""
         self.vault.rotate()
 
-    def add_fault(self, fault: CredentialFault) -> None:
-        self._plan.add(fault)
-
-    def fired(self) -> dict[str, int]:
-        """How often each fault fired, by id."""
-        return self._plan.fired()
-
-    def firings(self) -> list[Firing[CredentialFault]]:
-        return self._plan.firings()
-
     def requests(self) -> list[CredentialRequest]:
         """The last requests and their fates, oldest first."""
         return list(self._log)
 
-    def _run(self, sock: socket.socket, ready: threading.Event) -> None:
-        async def serve() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            app = web.Application()
-            app.router.add_get(PATH, self._answer, allow_head=False)
-            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
-            await runner.setup()
-            try:
-                await web.SockSite(runner, sock).start()
-                ready.set()
-                await self._stop.wait()
-            finally:
-                await runner.cleanup()
-
-        asyncio.run(serve())
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        stacked, main = self._plan.strike()
+        stacked, main, _ = self._plan.meet()
         for fault in stacked:
             assert isinstance(fault, Slow)
             await asyncio.sleep(fault.delay_ms / 1000)
@@ -390,7 +343,7 @@ class CredentialServer:
         status = 200
         if isinstance(main, Reset):
             self._note(0, None, main)
-            _reset(request)
+            break_off(request.transport)
             return web.Response(status=499)  # nobody gets it
         if isinstance(main, Refusal):
             status = main.status
@@ -411,11 +364,3 @@ class CredentialServer:
             self._requests, time.monotonic() * 1000, status, number, None if fault is None else fault.id
         )
         self._log.append(entry)
-
-
-def _reset(request: web.Request) -> None:
-    """Break the connection: with linger 0 the kernel sends RST, so the client sees a reset and no empty answer."""
-    if request.transport is not None:
-        sock = request.transport.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        request.transport.abort()

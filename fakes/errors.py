@@ -24,6 +24,7 @@ from typing import ClassVar, Final, Literal
 import msgspec
 
 Applied = Literal["no", "yes", "unknown"]
+MESSAGE_CHARS_MAX: Final = 1000
 
 
 class ErrorSpec(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ _ROWS: Final = (
     ErrorSpec("RequestTimeout", 408, "no", True, "the body did not arrive in time"),
     ErrorSpec("AlreadyExists", 409, "no", False, "an object of that name exists"),
     ErrorSpec("InUse", 409, "no", False, "other objects still refer to it"),
-    ErrorSpec("BodyTooLarge", 413, "no", False, "the body is over the limit"),
+    ErrorSpec("BodyTooLarge", 413, "no", False, "the body, or the reply it asks for, is over the limit"),
     ErrorSpec("BadRequest", 400, "no", False, "refused for a reason the client does not know"),
     ErrorSpec("Throttling", 429, "no", True, "too many requests; nothing was applied; Retry-After says when"),
     ErrorSpec("PartialFailure", 207, "no", True, "some rows were applied; the error counts those that were not"),
@@ -109,10 +110,23 @@ def code_for_status(status: int) -> str:
     return "InternalError" if status >= 500 else "BadRequest"
 
 
+def shown(text: str) -> str:
+    """``text`` as errors and logs show it: at most ``MESSAGE_CHARS_MAX`` characters of it, all of them valid Unicode.
+
+    Messages quote what a client sent: names of any length, lone surrogates.
+    """
+    if len(text) > MESSAGE_CHARS_MAX:
+        text = f"{text[: MESSAGE_CHARS_MAX - 40]}… (cut: {len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()
+
+
 class FakeError(Exception):
     """Base of all errors the fakes raise. ``code`` is looked up in ``ERRORS``: ``dotted``, else the class name."""
 
     dotted: ClassVar[str] = ""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
 
     @property
     def code(self) -> str:
@@ -160,7 +174,7 @@ class DimensionMismatch(Refused):
 
 
 class BodyTooLarge(Refused):
-    """The body is over the server's limit: send smaller batches."""
+    """The body, or the reply that it asks for, is over the server's limit: send smaller batches, ask for fewer rows."""
 
 
 class RequestTimeout(Refused):

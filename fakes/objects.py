@@ -17,12 +17,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from urllib.parse import parse_qs, quote, urlencode
 from xml.sax.saxutils import escape
@@ -31,7 +28,8 @@ import msgspec
 import pyarrow.fs
 
 from .errors import Applied, ErrorSpec, InvalidParameter
-from .plan import DELAY_MS_MAX, Firing, Plan, Planned
+from .plan import Faulty, Plan, Planned
+from .served import Served, reset_when_closed
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -41,7 +39,6 @@ LOG_MAX: Final = 10_000
 REGION: Final = "us-east-1"
 ACCESS_KEY_ID: Final = "deltaproof"
 SECRET_ACCESS_KEY: Final = "deltaproof-object-store"  # moto checks none
-STOP_TIMEOUT_S: Final = 10.0
 _BLOCK_BYTES: Final = 1 << 16
 _RESET: Final = "deltaproof.reset"
 _numbers = itertools.count(1)
@@ -92,11 +89,7 @@ class ObjectFault(Planned, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if self.operation not in _KNOWN:
-            known = ", ".join(sorted(_KNOWN))
-            raise InvalidParameter(
-                f"fault {self.id}: no operation {self.operation[:40]!r}, so it would never fire; want {known}"
-            )
+        self.check_known("operation", self.operation, _KNOWN)
 
     def matches(self, operation: str, key: str) -> bool:
         named = self.operation in ("*", operation) or operation in OPERATIONS.get(self.operation, ())
@@ -147,8 +140,7 @@ class DelayFault(ObjectFault, tag="delay", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.delay_ms <= DELAY_MS_MAX:
-            raise InvalidParameter(f"fault {self.id}: delay_ms {self.delay_ms}, want 0 to {DELAY_MS_MAX}")
+        self.check_range("delay_ms", self.delay_ms)
 
 
 AnyObjectFault = ErrorFault | ResetFault | DelayFault
@@ -170,11 +162,13 @@ class ObjectRequest(msgspec.Struct, frozen=True):
     fault: str | None
 
 
-class ObjectStore:
+class ObjectStore(Served, Faulty[AnyObjectFault]):
     """The store: ``with ObjectStore() as objects:``, ``objects.filesystem()`` and ``objects.bucket``.
 
     Raises MissingExtra where moto is not installed.
     """
+
+    WHAT: ClassVar[str] = "object store"
 
     def __init__(self, bucket: str | None = None, host: str = "127.0.0.1") -> None:
         self.bucket = bucket or f"retained-{next(_numbers)}"
@@ -183,10 +177,9 @@ class ObjectStore:
         self._plan: Plan[AnyObjectFault] = Plan()
         self._log: collections.deque[ObjectRequest] = collections.deque(maxlen=LOG_MAX)
         self._sequence = itertools.count(1)
-        self._server: BaseWSGIServer | None = None
-        self._thread: threading.Thread | None = None
+        self._server: BaseWSGIServer
         self._stopping = threading.Event()
-        self._open = False  # faults and the log begin after the bucket's creation and end before its removal
+        self._ours = False  # faults and the log begin after the bucket's creation and end before its removal
 
     def __repr__(self) -> str:
         return f"ObjectStore(bucket={self.bucket!r}, port={self.port})"
@@ -198,6 +191,21 @@ class ObjectStore:
 
     def start(self) -> Self:
         """Serve on a free port and create the bucket. Raises MissingExtra."""
+        super().start()
+        self.filesystem(allow_bucket_creation=True).create_dir(self.bucket)
+        self._ours = True
+        return self
+
+    def stop(self) -> None:
+        """Remove the bucket and stop serving. Safe to call twice."""
+        self._ours = False
+        self._stopping.set()
+        if self._thread is not None:
+            with contextlib.suppress(OSError):  # a test may have removed it
+                self.filesystem(allow_bucket_deletion=True).delete_dir(self.bucket)
+        super().stop()
+
+    def _open(self) -> None:
         try:
             from moto.moto_server.werkzeug_app import create_backend_app
             from werkzeug.serving import make_server
@@ -212,34 +220,16 @@ class ObjectStore:
         self._server.daemon_threads = True  # type: ignore[attr-defined]
         self._server.block_on_close = False  # type: ignore[attr-defined]
         self.port = self._server.server_port
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="deltaproof-objects", daemon=True
-        )
-        self._thread.start()
-        self.filesystem(allow_bucket_creation=True).create_dir(self.bucket)
-        self._open = True
-        return self
 
-    def stop(self) -> None:
-        """Remove the bucket and stop serving. Safe to call twice."""
-        if self._server is None or self._thread is None:
-            return
-        self._open = False
-        self._stopping.set()
-        with contextlib.suppress(OSError):  # a test may have removed it
-            self.filesystem(allow_bucket_deletion=True).delete_dir(self.bucket)
+    def _serve(self, ready: Callable[[], None]) -> None:
+        ready()  # the socket listens: who connects now waits for the loop's first turn
+        self._server.serve_forever(poll_interval=0.05)
+
+    def _halt(self) -> None:
         self._server.shutdown()
-        self._thread.join(STOP_TIMEOUT_S)
+
+    def _close(self) -> None:
         self._server.server_close()
-        self._server = None
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def filesystem(self, *, retry_attempts_max: int = 3, **options: Any) -> pyarrow.fs.S3FileSystem:
         """Arrow's file system on this store; paths begin with the bucket (see ``path``).
@@ -287,19 +277,6 @@ class ObjectStore:
             "region_name": REGION,
         }
 
-    def add_fault(self, fault: AnyObjectFault) -> None:
-        self._plan.add(fault)
-
-    def set_faults(self, faults: Sequence[AnyObjectFault]) -> None:
-        self._plan.set(faults)
-
-    def fired(self) -> dict[str, int]:
-        """How often each fault fired, by id."""
-        return self._plan.fired()
-
-    def firings(self) -> list[Firing[AnyObjectFault]]:
-        return self._plan.firings()
-
     def requests(self) -> list[ObjectRequest]:
         """The last requests to this store's bucket and their fates, in the order in which they were answered."""
         return list(self._log)
@@ -307,9 +284,9 @@ class ObjectStore:
     def _wrap(self, moto: WSGIApplication) -> WSGIApplication:
         def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
             operation, bucket, key = operation_of(environ)
-            if bucket != self.bucket or not self._open:
+            if bucket != self.bucket or not self._ours:
                 return moto(environ, start_response)
-            stacked, main = self._plan.strike(lambda fault: fault.matches(operation, key))
+            stacked, main, _ = self._plan.meet(lambda fault: fault.matches(operation, key))
             delays = [fault for fault in stacked if isinstance(fault, DelayFault)]
             self._wait(delays, "before-commit")
             if isinstance(main, ErrorFault | ResetFault) and main.when == "before-commit":
@@ -339,8 +316,7 @@ class ObjectStore:
     ) -> Iterable[bytes]:
         if isinstance(fault, ResetFault):
             self._note(operation, key, 0, applied, fault.id)
-            sock: socket.socket = environ["werkzeug.socket"]
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reset_when_closed(environ["werkzeug.socket"])
             environ[_RESET] = True
             raise ConnectionResetError(f"fault {fault.id}")
         spec = OBJECT_ERRORS[fault.code]

@@ -26,6 +26,7 @@ from ..server.faults import (
     Turns,
     ViewDeletedFault,
 )
+from ..server.state import CLIENT_HEADER
 from ..server.wire import arrow_chunks, rows_to_batch
 from ..store import EntitySpec, Snapshot, Store, ViewSpec, other_type
 
@@ -227,7 +228,7 @@ class StoreTransport:
 
     def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None:
         try:
-            batch = rows_to_batch(msgspec.json.decode(rows), view)
+            batch = rows_to_batch(rows, view)
         except FakeError as error:
             raise TransportError(error.code, str(error)) from None
         self._write("write_json", view, batch, version, ts)
@@ -303,7 +304,9 @@ class HttpTransport:
                 ca=ca_file,
                 connect_timeout=int(CONNECT_TIMEOUT_S * 1000),
                 read_timeout=int(read_timeout_s * 1000),
-                global_parameters=GlobalParameters(headers={"x-deltaproof-client": username} if username else {}),
+                global_parameters=GlobalParameters(
+                    headers={CLIENT_HEADER: quote(username, safe="")} if username else {}
+                ),
             )
         )
         self._pool = urllib3.PoolManager(

@@ -1,15 +1,10 @@
 """Planned faults of the server: which request they strike and what they do to it.
 
-Order, per request that passed its own checks (a malformed request strikes no fault):
-1. Faults are asked in list order; each whose route and client match counts the request as seen.
-   Outside a fault's time window, and for a route that its kind cannot strike, nothing is counted.
-2. Every ``delay`` that is due applies. Of the others the first that is due applies; one that is due but came second
-   stays due, and strikes the next matching request. So a fault fires exactly ``count`` times if enough requests come.
-   With a ``probability`` below 1 each request past ``skip`` draws once from the fault's own generator, seeded by
-   ``seed``: which of the fault's requests are struck depends on nothing else.
-3. before-commit delays; then what comes before the commit (a status, a reset, an outage, a reordering, the view
-   deleted, its schema changed, the token revoked); then the commit (whole, partial or doubled; a read may be stale);
-   then after-commit delays, then an after-commit status or reset; then what befalls the reply on its way.
+A request that passed its own checks (a malformed one strikes no fault) meets the plan as ``fakes/plan.py`` says: faults
+whose route and client match are asked in list order; one whose kind cannot strike the route does not match. Then:
+before-commit delays; what comes before the commit (a status, a reset, an outage, a reordering, the view deleted, its
+schema changed, the token revoked); the commit (whole, partial or doubled; a read may be stale); after-commit delays; an
+after-commit status or reset; what befalls the reply on its way.
 
 What a client may conclude from what it gets is ``applied`` of each fault: that of the row of ``fakes.errors.ERRORS``
 which ``outcome`` names.
@@ -19,21 +14,14 @@ No sockets here: the same plan serves the server and the in-process client, and 
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple
-
-import msgspec
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Final, Literal, NamedTuple, cast
 
 from ..errors import ERRORS, Applied, InvalidParameter, code_for_status
+from ..plan import COUNT_MAX, DELAY_MS_MAX, Plan, Planned
 
 When = Literal["before-commit", "after-commit"]
-
-DELAY_MS_MAX: Final = 600_000
-COUNT_MAX: Final = 2**31
 
 # Groups of routes and the routes in each; routes.py serves exactly these (test_faults.py compares).
 ROUTES: Final[dict[str, tuple[str, ...]]] = {
@@ -67,24 +55,13 @@ _KNOWN: Final = {"*", *ROUTES}.union(*ROUTES.values())
 _DATA_PLANE: Final = ("write", "lookup", "scan", "changes")
 
 
-class Fault(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """What every fault has: an ``id`` the request log names, and the requests it strikes.
-
-    ``route`` is a name or a group of ``ROUTES`` ("write_arrow", "write"), or "*".
-    ``client`` is a FeatureDB username, or None for any. ``skip`` matching requests pass first, the next ``count`` are
-    struck, each with ``probability``. ``from_ms`` and ``until_ms`` bound the time window, in ms of the plan's clock
-    since the fault was planned; ``until_ms`` None means for ever.
+class Fault(Planned, kw_only=True, frozen=True):
+    """What every fault of the server has besides: ``route``, a name or a group of ``ROUTES`` ("write_arrow", "write")
+    or "*", and ``client``, a FeatureDB username, or None for any.
     """
 
-    id: str
     route: str = "write"
     client: str | None = None
-    skip: int = 0
-    count: int = 1
-    probability: float = 1.0
-    seed: int = 0
-    from_ms: float = 0.0
-    until_ms: float | None = None
 
     @property
     def outcome(self) -> str | None:
@@ -105,13 +82,8 @@ class Fault(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
     def check(self) -> None:
         """Raise InvalidParameter if a field is out of range or contradicts the errors table."""
-        if not self.id:
-            raise InvalidParameter("a fault needs a non-empty id")
-        if self.route not in _KNOWN:
-            known = ", ".join(sorted(_KNOWN))
-            raise InvalidParameter(
-                f"fault {self.id}: no route {self.route[:40]!r}, so it would never fire; want {known}"
-            )
+        super().check()
+        self.check_known("route", self.route, _KNOWN)
         if not any(
             self.route in (route, group, "*") and self.strikes(route, group)
             for group, routes in ROUTES.items()
@@ -119,18 +91,6 @@ class Fault(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         ):
             kind = self.__struct_config__.tag
             raise InvalidParameter(f"fault {self.id}: {kind} means nothing for route {self.route}: it would never fire")
-        if not 0 <= self.skip <= COUNT_MAX or not 1 <= self.count <= COUNT_MAX:
-            raise InvalidParameter(f"fault {self.id}: skip {self.skip}, count {self.count}: want skip >= 0, count >= 1")
-        if not 0 < self.probability <= 1:
-            raise InvalidParameter(f"fault {self.id}: probability {self.probability}, want above 0, at most 1")
-        if not 0 <= self.from_ms < float("inf") or (self.until_ms is not None and not self.from_ms < self.until_ms):
-            raise InvalidParameter(
-                f"fault {self.id}: from_ms {self.from_ms}, until_ms {self.until_ms}: want 0 <= from_ms < until_ms"
-            )
-
-    def _check_ms(self, name: str, value: float, low: float = 0) -> None:
-        if not low <= value <= DELAY_MS_MAX:
-            raise InvalidParameter(f"fault {self.id}: {name} {value}, want {low} to {DELAY_MS_MAX}")
 
 
 class StatusFault(Fault, tag="status", kw_only=True, frozen=True):
@@ -146,27 +106,27 @@ class StatusFault(Fault, tag="status", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if not 400 <= self.code <= 599:
-            raise InvalidParameter(f"fault {self.id}: status {self.code}, want 400 to 599")
+        self.check_range("status", self.code, 400, 599)
         if self.when == "after-commit" and ERRORS[code_for_status(self.code)].applied == "no":
             raise InvalidParameter(
                 f"fault {self.id}: status {self.code} tells a client that nothing was applied, so it cannot come "
                 "after the commit; use 500, 502, 503 or 504"
             )
-        if self.retry_after_s is not None and not 0 <= self.retry_after_s <= DELAY_MS_MAX / 1000:
-            raise InvalidParameter(f"fault {self.id}: retry_after_s {self.retry_after_s} is out of range")
+        if self.retry_after_s is not None:
+            self.check_range("retry_after_s", self.retry_after_s, 0, DELAY_MS_MAX / 1000)
 
 
 class DelayFault(Fault, tag="delay", kw_only=True, frozen=True):
     """Wait before or after the commit; the request then goes on as if nothing had happened."""
+
+    STACKS: ClassVar[bool] = True
 
     delay_ms: float
     when: When = "before-commit"
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.delay_ms <= DELAY_MS_MAX:
-            raise InvalidParameter(f"fault {self.id}: delay_ms {self.delay_ms}, want 0 to {DELAY_MS_MAX}")
+        self.check_range("delay_ms", self.delay_ms)
 
 
 class ResetFault(Fault, tag="reset", kw_only=True, frozen=True):
@@ -193,8 +153,7 @@ class PartialFault(Fault, tag="partial", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if not 1 <= self.rows_failed <= COUNT_MAX:
-            raise InvalidParameter(f"fault {self.id}: rows_failed {self.rows_failed}, want at least 1")
+        self.check_range("rows_failed", self.rows_failed, 1, COUNT_MAX)
 
 
 class TruncateFault(Fault, tag="truncate", kw_only=True, frozen=True):
@@ -208,8 +167,7 @@ class TruncateFault(Fault, tag="truncate", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.bytes_kept <= COUNT_MAX:
-            raise InvalidParameter(f"fault {self.id}: bytes_kept {self.bytes_kept}, want at least 0")
+        self.check_range("bytes_kept", self.bytes_kept, 0, COUNT_MAX)
 
 
 class SlowBodyFault(Fault, tag="slow-body", kw_only=True, frozen=True):
@@ -219,8 +177,7 @@ class SlowBodyFault(Fault, tag="slow-body", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if not 1 <= self.bytes_per_s <= 1e12:
-            raise InvalidParameter(f"fault {self.id}: bytes_per_s {self.bytes_per_s}, want 1 to 1e12")
+        self.check_range("bytes_per_s", self.bytes_per_s, 1, 1e12)
 
 
 class DuplicateFault(Fault, tag="duplicate", kw_only=True, frozen=True):
@@ -236,7 +193,7 @@ class DuplicateFault(Fault, tag="duplicate", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        self._check_ms("delay_ms", self.delay_ms)
+        self.check_range("delay_ms", self.delay_ms)
 
 
 class ReorderFault(Fault, tag="reorder", kw_only=True, frozen=True):
@@ -250,7 +207,7 @@ class ReorderFault(Fault, tag="reorder", kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        self._check_ms("hold_ms_max", self.hold_ms_max)
+        self.check_range("hold_ms_max", self.hold_ms_max)
 
 
 class StaleReadFault(Fault, tag="stale-read", kw_only=True, frozen=True):
@@ -274,7 +231,7 @@ class StaleReadFault(Fault, tag="stale-read", kw_only=True, frozen=True):
             raise InvalidParameter(
                 f"fault {self.id}: writes {self.writes}, age_ms {self.age_ms}: want exactly one of them above 0"
             )
-        self._check_ms("age_ms", self.age_ms)
+        self.check_range("age_ms", self.age_ms)
 
 
 class OutageFault(Fault, tag="outage", kw_only=True, frozen=True):
@@ -291,9 +248,13 @@ class OutageFault(Fault, tag="outage", kw_only=True, frozen=True):
     def outcome(self) -> str:
         return "ConnectionLost" if self.code is None else code_for_status(self.code)
 
+    @property
+    def lasts_ms(self) -> float:
+        return self.duration_ms
+
     def check(self) -> None:
         super().check()
-        self._check_ms("duration_ms", self.duration_ms)
+        self.check_range("duration_ms", self.duration_ms)
         if self.code is not None:
             StatusFault(id=self.id, code=self.code, retry_after_s=self.retry_after_s).check()
 
@@ -396,104 +357,13 @@ class Strike(NamedTuple):
         return None
 
 
-class FiredFault(msgspec.Struct, frozen=True):
-    """A fault with its counts: ``seen`` matching requests and ``fired`` times."""
-
-    fault: AnyFault
-    seen: int
-    fired: int
-
-
-class _Planned:
-    """One fault in force: its counts, its generator, when it was planned and until when an outage of it lasts."""
-
-    def __init__(self, fault: AnyFault, now_ms: float) -> None:
-        self.fault = fault
-        self.seen = 0
-        self.fired = 0
-        self.begun_ms = now_ms
-        self.outage_until_ms = now_ms
-        self._random = random.Random(fault.seed)
-
-    def in_window(self, now_ms: float) -> bool:
-        since_ms, until_ms = now_ms - self.begun_ms, self.fault.until_ms
-        return self.fault.from_ms <= since_ms and (until_ms is None or since_ms < until_ms)
-
-    def due(self) -> bool:
-        """Count one matching request; whether the fault wants to strike it."""
-        self.seen += 1
-        if self.seen <= self.fault.skip:
-            return False
-        # Drawn even when the fault has had its fill, or another one strikes: the nth request meets the nth draw.
-        lucky = self.fault.probability >= 1 or self._random.random() < self.fault.probability
-        return lucky and self.fired < self.fault.count
-
-
-def _host_ms() -> float:
-    return time.monotonic() * 1000  # through the module: a simulator replaces it
-
-
-class FaultPlan:
-    """The faults in force and their counts. ``clock_ms`` is the clock of time windows and outages."""
-
-    def __init__(self, clock_ms: Callable[[], float] = _host_ms) -> None:
-        self._clock_ms = clock_ms
-        self._planned: list[_Planned] = []
-        self._lock = _thread.allocate_lock()  # not threading.Lock, which a simulator replaces
-
-    def set(self, faults: Sequence[AnyFault]) -> None:
-        """Replace the plan; counts start at zero. Raises InvalidParameter, and then changes nothing."""
-        seen_ids: set[str] = set()
-        for fault in faults:
-            fault.check()
-            if fault.id in seen_ids:
-                raise InvalidParameter(f"two faults have the id {fault.id!r}")
-            seen_ids.add(fault.id)
-        with self._lock:
-            now_ms = self._clock_ms()
-            self._planned = [_Planned(fault, now_ms) for fault in faults]
-
-    def add(self, fault: AnyFault) -> None:
-        """Append one fault; the counts of the others stay. Raises InvalidParameter."""
-        fault.check()
-        with self._lock:
-            if any(fault.id == other.fault.id for other in self._planned):
-                raise InvalidParameter(f"two faults have the id {fault.id!r}")
-            self._planned.append(_Planned(fault, self._clock_ms()))
-
-    def fired(self) -> list[FiredFault]:
-        with self._lock:
-            return [FiredFault(entry.fault, entry.seen, entry.fired) for entry in self._planned]
+class FaultPlan(Plan[AnyFault]):
+    """The faults in force and their counts."""
 
     def strike(self, route: str, group: str, client: str) -> Strike:
-        """Count one request and return what strikes it (see the order above)."""
-        delays: list[DelayFault] = []
-        main: AnyFault | None = None
-        index: int | None = None
-        with self._lock:
-            now_ms = self._clock_ms()
-            for number, entry in enumerate(self._planned):
-                fault = entry.fault
-                if not fault.matches(route, group, client):
-                    continue
-                if now_ms < entry.outage_until_ms:  # an outage goes on, whatever the window says
-                    entry.seen += 1
-                    if main is None:
-                        main, index = fault, number
-                    continue
-                if not entry.in_window(now_ms) or not entry.due():
-                    continue
-                if isinstance(fault, DelayFault):
-                    delays.append(fault)
-                    index = number if index is None else index
-                elif main is None:
-                    main, index = fault, number
-                    if isinstance(fault, OutageFault):
-                        entry.outage_until_ms = now_ms + fault.duration_ms
-                else:
-                    continue
-                entry.fired += 1
-        return Strike(tuple(delays), main, index)
+        """Count one request and return what strikes it."""
+        delays, main, at = self.meet(lambda fault: fault.matches(route, group, client))
+        return Strike(cast(tuple[DelayFault, ...], delays), main, at)
 
 
 class Turns:

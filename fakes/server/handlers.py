@@ -16,13 +16,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
 from aiohttp import web
 
 from ..errors import (
+    BodyTooLarge,
     FakeError,
     Injected,
     InvalidParameter,
@@ -32,7 +33,7 @@ from ..errors import (
     SchemaMismatch,
 )
 from ..store import EntitySpec, ViewSpec, check_version, other_type
-from . import flat, wire
+from . import flat, windows, wire
 from .faults import (
     AnyFault,
     DuplicateFault,
@@ -68,7 +69,8 @@ FIELD_TYPES: Final = {value: key for key, value in VALUE_TYPES.items()}
 PAGE_SIZE_DEFAULT: Final = 10
 PAGE_SIZE_MAX: Final = 1000
 TS_MAX: Final = 2**63 - 1
-ONLINE_FEATURES_MAX: Final = 1000
+ONLINE_ROWS_MAX: Final = 1000
+ONLINE_NUMBERS_MAX: Final = 1_000_000  # in all the rows together; each takes up to 25 bytes of JSON
 
 
 class Reply(NamedTuple):
@@ -93,7 +95,7 @@ class Call:
         self.entry = entry
         self.group = group
         self.generation = state.generation
-        self.body: Any = b""  # bytes, or a pa.Buffer on Arrow routes
+        self.body: Any = b""  # a pa.Buffer once it is there
         self.rows_failed = 0
         self.reply_fault: ResetFault | TruncateFault | SlowBodyFault | None = None
 
@@ -532,17 +534,19 @@ async def delete_view(call: Call) -> Reply:
 
 async def online_features(call: Call) -> Reply:
     """Rows of the tables named in JoinIds, as JSON texts; ours: the version stands in Config, {"version": …}."""
-    join_ids = wire.json_value((call.query("JoinIds") or "").encode(), "JoinIds")
-    if not isinstance(join_ids, list) or not all(isinstance(name, str) for name in join_ids):
-        raise InvalidParameter("JoinIds: want a JSON list of strings")
-    version = check_version(wire.json_object((call.query("Config") or "").encode(), "Config").get("version"))
-    call.entry.version = version
+    join_ids = wire.json_value((call.query("JoinIds") or "").encode(), list[str], "JoinIds", InvalidParameter)
+    config = wire.json_object((call.query("Config") or "").encode(), "Config")
+    version = call.entry.version = _check_version(config.get("version"))
 
     def effect() -> dict[str, Any]:
         spec = call.state.view(call.path("view"))
         snapshot = call.state.store.snapshot(spec.project, spec.name, version, tables=join_ids)
-        if snapshot.rows > ONLINE_FEATURES_MAX:
-            raise InvalidParameter(f"{snapshot.rows} rows, over {ONLINE_FEATURES_MAX}: use the data plane")
+        numbers = sum(image.values.shape[1] * len(image.order) for _, image in snapshot.parts)
+        if snapshot.rows > ONLINE_ROWS_MAX or numbers > ONLINE_NUMBERS_MAX:
+            raise BodyTooLarge(
+                f"{snapshot.rows} rows of {numbers} numbers, over {ONLINE_ROWS_MAX} or {ONLINE_NUMBERS_MAX}: "
+                "use the data plane"
+            )
         texts = [
             json.dumps({spec.pk: row["pk"], spec.sk: row["sk"], spec.value: row["embedding"]})
             for row in snapshot.table().to_pylist()
@@ -586,6 +590,12 @@ def _table(call: Call) -> ViewSpec:
     if call.path("schema") not in call.state.store.projects():
         raise ProjectNotFound(f"no project {call.path('schema')[:80]!r}")
     return call.state.store.view(call.path("schema"), call.path("table"))
+
+
+def _check_version(version: Any) -> str:
+    if not isinstance(version, str | None):
+        raise InvalidVersion(f"version: want a string, got {type(version).__name__}")
+    return check_version(version)
 
 
 def _version(call: Call) -> str:
@@ -638,19 +648,29 @@ async def write_arrow(call: Call) -> Reply:
     return await _write(call, spec, wire.read_arrow(call.body), version, ts)
 
 
+_Ts: Final = Annotated[int, msgspec.Meta(ge=1, le=TS_MAX)]
+
+
+class _WriteBody(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw()
+    version: msgspec.Raw = msgspec.Raw()
+    ts: msgspec.Raw = msgspec.Raw()
+    write_mode: msgspec.Raw = msgspec.Raw(b"null")
+
+
 async def write_json(call: Call) -> Reply:
     """A write as JSON rows under "content", with write_mode, version and ts beside them."""
     spec = _table(call)
-    body = call.json()
-    version = body.get("version", call.query("version"))
-    ts = body.get("ts", call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX))
-    if type(ts) is not int or not 1 <= ts <= TS_MAX:
-        raise InvalidParameter("ts: want a positive int64 number of milliseconds")
-    if not isinstance(version, str):
-        raise InvalidVersion("version is absent: name the version to write to")
-    _write_mode(body.get("write_mode"))
-    batch = wire.rows_to_batch(body.get("content"), spec)
-    return await _write(call, spec, batch, check_version(version), ts)
+    body = wire.json_value(call.body, _WriteBody) if len(call.body) else _WriteBody()
+    ts = call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX)
+    if len(body.ts):
+        ts = wire.json_value(body.ts, _Ts, "ts", InvalidParameter)
+    version = call.query("version")
+    if len(body.version):
+        version = wire.json_value(body.version, str, "version", InvalidVersion)
+    _write_mode(wire.json_value(body.write_mode, str | None, "write_mode", InvalidParameter))
+    version = check_version(version)
+    return await _write(call, spec, wire.rows_to_batch(body.content, spec), version, ts)
 
 
 async def lookup_arrow(call: Call) -> Reply:
@@ -661,12 +681,14 @@ async def lookup_arrow(call: Call) -> Reply:
     if sorted(request.schema.names) != ["pk", "sk"]:
         raise SchemaMismatch(f"columns {request.schema.names}, want pk and sk")
     call.entry.rows = request.num_rows
-
-    def effect() -> pa.Table:
-        return call.state.store.lookup(spec.project, spec.name, version, request.column("pk"), request.column("sk"))
-
-    table = await call.commit(effect)
-    return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM)
+    pk, sk = request.column("pk"), request.column("sk")
+    table = await call.commit(lambda: windows.lookup(call.state.store, spec, version, pk, sk))
+    if table.nbytes <= windows.WINDOW_BYTES:
+        return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM)
+    batches = table.to_batches(
+        windows.rows_within(table.nbytes // table.num_rows, windows.WINDOW_BYTES, table.num_rows)
+    )
+    return Reply(wire.arrow_chunks(table.schema, iter(batches)), wire.ARROW_STREAM)
 
 
 def _read_version(call: Call, spec: ViewSpec) -> str:
@@ -678,44 +700,48 @@ def _read_version(call: Call, spec: ViewSpec) -> str:
     return _version(call)
 
 
-def _strings(body: dict[str, Any], name: str) -> list[str]:
-    texts = body.get(name)
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise InvalidParameter(f"{name}: want a list of strings")
+class _PksBody(msgspec.Struct):
+    pks: list[str]
+    length: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
+    with_value: bool = True
+
+
+class _KeysBody(msgspec.Struct):
+    keys: list[str]
+
+
+def _check_count(name: str, texts: list[str]) -> None:
     if len(texts) > flat.KEYS_MAX:
         raise InvalidParameter(f"{name}: {len(texts)} are over {flat.KEYS_MAX}: ask for fewer")
-    return texts
 
 
 async def batch_get_kkv(call: Call) -> Reply:
     """The newest rows of each pk: ``{"pks": [...], "length": n, "with_value": bool}``; FlatBuffers blocks (flat.py)."""
     spec = _table(call)
     version = _read_version(call, spec)
-    body = call.json()
-    pks, length, with_value = _strings(body, "pks"), body.get("length", 0), body.get("with_value", True)
-    if type(length) is not int or not 0 <= length < 2**31 or type(with_value) is not bool:
-        raise InvalidParameter("length: want an integer from 0 (all rows); with_value: want true or false")
-    pks = list(dict.fromkeys(pks))
+    body = wire.json_value(call.body, _PksBody, refusal=InvalidParameter)
+    _check_count("pks", body.pks)
+    pks = list(dict.fromkeys(body.pks))
     snapshot = await call.commit(
         lambda: call.state.store.snapshot(spec.project, spec.name, version, tables=pks),
     )
     call.entry.rows = len(pks)
-    return Reply(flat.kkv_blocks(snapshot, pks, length, with_value), flat.OCTET_STREAM)
+    return Reply(flat.kkv_blocks(snapshot, pks, body.length, body.with_value), flat.OCTET_STREAM)
 
 
 async def batch_get_kv2(call: Call) -> Reply:
     """One value per key: ``{"keys": [...]}``, at most ``batch_size`` in a block; FlatBuffers blocks (flat.py)."""
     spec = _table(call)
     version = _read_version(call, spec)
-    keys = _strings(call.json(), "keys")
+    keys = wire.json_value(call.body, _KeysBody, refusal=InvalidParameter).keys
+    _check_count("keys", keys)
     batch_size = call.query_int("batch_size", max(1, len(keys)), 1, flat.KEYS_MAX)
     if call.query("encoder"):
         raise InvalidParameter("encoder: only the empty one is known")
     pks, sks = flat.split_keys(keys)
     call.entry.rows = len(keys)
-    table = await call.commit(
-        lambda: call.state.store.lookup(spec.project, spec.name, version, pks, pa.array(sks, pa.int64())),
-    )
+    pk, sk = pa.array(pks, pa.string()), pa.array(sks, pa.int64())
+    table = await call.commit(lambda: windows.lookup(call.state.store, spec, version, pk, sk))
     names, numbers = table.column("pk").to_pylist(), table.column("sk").to_pylist()
     found, row = [], 0
     for key in zip(pks, sks, strict=True):  # the table holds what was found, in this order
@@ -742,7 +768,7 @@ async def scan_snapshot(call: Call) -> Reply:
     spec = _table(call)
     snapshot = await call.commit(lambda: call.state.snapshot(spec.project, spec.name, call.path("snapshot")))
     call.entry.rows = snapshot.rows
-    return Reply(wire.arrow_chunks(snapshot.schema, snapshot.batches()), wire.ARROW_STREAM)
+    return Reply(wire.arrow_chunks(snapshot.schema, windows.batches(snapshot)), wire.ARROW_STREAM)
 
 
 async def iterate_changes(call: Call) -> Reply:
@@ -750,9 +776,12 @@ async def iterate_changes(call: Call) -> Reply:
     spec = _table(call)
     version = _version(call)
     cursor = call.query_int("ts", 0, 0, TS_MAX)
-    table, next_ts = await call.commit(lambda: call.state.store.changes(spec.project, spec.name, version, cursor))
-    call.entry.rows = table.num_rows
-    return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM, headers={"Next-Ts": str(next_ts)})
+    snapshot = await call.commit(
+        lambda: call.state.store.snapshot(spec.project, spec.name, version, after_ts=cursor),
+    )
+    call.entry.rows = snapshot.rows
+    chunks = wire.arrow_chunks(snapshot.schema, windows.batches(snapshot))
+    return Reply(chunks, wire.ARROW_STREAM, headers={"Next-Ts": str(max(cursor, snapshot.ts))})
 
 
 async def high_water_ts(call: Call) -> Reply:
@@ -813,14 +842,14 @@ async def admin_set_faults(call: Call) -> Reply:
 async def admin_get_faults(call: Call) -> Reply:
     """The fault plan with the counts of seen requests and firings."""
     with call.state.lock:
-        return Reply({"Faults": msgspec.to_builtins(call.state.faults.fired())})
+        return Reply({"Faults": call.state.faults.fired()})
 
 
 async def admin_requests(call: Call) -> Reply:
     """The request log from sequence number ``since`` on."""
     since = call.query_int("since", 0, 0, TS_MAX)
     with call.state.lock:
-        rows = [msgspec.to_builtins(entry) for entry in call.state.requests if entry.seq >= since]
+        rows = [entry for entry in call.state.requests if entry.seq >= since]
     return Reply({"Requests": rows})
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import struct
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 import pyarrow as pa
 from aiohttp import hdrs, web
@@ -17,11 +16,13 @@ from ..errors import (
     BodyTooLarge,
     FakeError,
     Injected,
+    InvalidParameter,
     MalformedBody,
     MethodNotAllowed,
     RequestTimeout,
     RouteNotFound,
 )
+from ..served import break_off
 from . import handlers, wire
 from .faults import ResetFault, SlowBodyFault, TruncateFault
 from .handlers import Broken, Call, Reply
@@ -32,12 +33,13 @@ log = logging.getLogger(__name__)
 
 STATE: Final = web.AppKey("state", ServerState)
 
-BODY_BYTES_MAX: Final = 64 * 2**20  # data plane
+BODY_BYTES_MAX: Final = 64 * 2**20  # writes and Arrow lookups
+JSON_BYTES_MAX: Final = 4 * 2**20  # every other body outside the control plane: Python objects take ten times as much
 CONTROL_BYTES_MAX: Final = 2**20
 BODY_TIMEOUT_S: Final = 30.0
 _COPY_BYTES_MAX: Final = 2**18  # below, a copy costs less than what aiohttp does for anything but bytes
 
-ARROW_BODIES: Final = ("write_arrow", "lookup_arrow")  # never made into Python objects
+_LARGE_BODIES: Final = ("write_json", "write_arrow", "lookup_arrow")
 
 Handler = Callable[[Call], Awaitable[Reply]]
 
@@ -115,7 +117,8 @@ def make_app(
     app[STATE] = state
     for group, routes in GROUPS.items():
         for method, path, name, handler in routes:
-            bytes_max = CONTROL_BYTES_MAX if group == "control" else body_bytes_max
+            own = CONTROL_BYTES_MAX if group == "control" else JSON_BYTES_MAX
+            bytes_max = body_bytes_max if name in _LARGE_BODIES else min(own, body_bytes_max)
             endpoint = _endpoint(handler, name, group, bytes_max, body_timeout_s)
             app.router.add_route(method, path, endpoint, expect_handler=_expect)
     return app
@@ -178,11 +181,11 @@ def _endpoint(
         entry = state.open_entry(name)
         call = Call(state, request, entry, group)
         try:
+            _check_target(request.raw_path)
             entry.client = identify(state, request, group)
             if group == "control" and "instance" in request.match_info:
                 state.check_instance(request.match_info["instance"])
-            body = await _read_body(request, bytes_max, body_timeout_s)
-            call.body = body if name in ARROW_BODIES else body.to_pybytes()
+            call.body = await _read_body(request, bytes_max, body_timeout_s)
             if group == "control":
                 check_content(request.headers, call.body)
             reply = await handler(call)
@@ -192,20 +195,43 @@ def _endpoint(
             return await _send(request, entry, reply)
         except (Broken, ConnectionError):  # planned, or the client left while its body was read or its reply sent
             entry.status = None
-            _break(request)
+            break_off(request.transport)
             return web.Response()  # never sent: the transport is gone
         except FakeError as error:
-            return _refuse(entry, error)
+            return refuse(entry, error)
         except web.HTTPException:
             raise
+        except MemoryError:
+            log.warning("route %s: out of memory; the request is refused", name)
+            return _refuse_late(
+                request, entry, BodyTooLarge("there is no memory for this request: ask for less at a time")
+            )
         except Exception as error:
             log.exception("route %s failed", name)
-            return _refuse(entry, Injected(500, f"{type(error).__name__} in route {name}"))
+            return _refuse_late(request, entry, Injected(500, f"{type(error).__name__} in route {name}"))
         finally:
             if group != "admin":
                 state.close_entry(entry, call.generation)
 
     return endpoint
+
+
+def _check_target(target: str) -> None:
+    """Raise InvalidParameter for what different readers of a target take for different things."""
+    if "#" in target:
+        raise InvalidParameter("a request's target has no fragment: percent-encode '#'")
+    try:
+        if "%" in target or not target.isascii():
+            unquote_to_bytes(target.encode(errors="surrogateescape")).decode()
+    except UnicodeDecodeError:
+        raise InvalidParameter("the path or query is not UTF-8") from None
+
+
+def _refuse_late(request: web.Request, entry: RequestEntry, error: FakeError) -> web.Response:
+    """As ``refuse``; where part of a reply is sent already the connection is broken."""
+    if request.writer.output_size > 0:
+        break_off(request.transport)
+    return refuse(entry, error)
 
 
 async def _send(request: web.Request, entry: RequestEntry, reply: Reply) -> web.StreamResponse:
@@ -255,13 +281,14 @@ async def _send_struck(
         await response.write(body[:kept])
     entry.code = "ReplyTruncated"
     if isinstance(fault, ResetFault):
-        _break(request)
+        break_off(request.transport)
     elif request.transport is not None:
         request.transport.close()  # orderly: what was written is sent first
     return response
 
 
-def _refuse(entry: RequestEntry, error: FakeError) -> web.Response:
+def refuse(entry: RequestEntry, error: FakeError) -> web.Response:
+    """The reply to a request that failed, in the service's error shape; noted in ``entry``."""
     status = error.status if isinstance(error, Injected) else error.spec.status or 500
     entry.status, entry.code = status, error.code
     headers = {"x-acs-request-id": entry.request_id}
@@ -269,16 +296,6 @@ def _refuse(entry: RequestEntry, error: FakeError) -> web.Response:
         headers["Retry-After"] = f"{error.retry_after_s:g}"
     body = wire.to_json({"Code": error.code, "Message": str(error), "RequestId": entry.request_id})
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
-
-
-def _break(request: web.Request) -> None:
-    """Reset the connection: with linger 0 the kernel sends RST, so the client sees a reset and not an empty reply."""
-    transport = request.transport
-    if transport is not None:
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        transport.abort()
 
 
 @web.middleware
@@ -296,74 +313,8 @@ async def _errors_as_json(
             405: MethodNotAllowed(f"{request.method} is not for this route"),
             413: BodyTooLarge("the body is too large"),
         }.get(error.status) or Injected(error.status, error.reason)
-        response = _refuse(entry, refused)
+        response = refuse(entry, refused)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         state.close_entry(entry, generation)
-        return response
-
-
-class HttpConnection(web.RequestHandler):
-    """A connection whose protocol errors (bad request line, oversized headers) have the service's error shape too.
-
-    A client that takes longer than ``head_timeout_s`` from its first byte (or its connecting) to the end of a request's
-    head is cut off; aiohttp itself would wait for ever. Between requests a connection may rest.
-    """
-
-    __slots__ = ("_head_timeout_s", "_head_timer")
-
-    def __init__(self, *arguments: Any, head_timeout_s: float = BODY_TIMEOUT_S, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._head_timeout_s = head_timeout_s
-        self._head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._await_head()
-
-    def data_received(self, data: bytes) -> None:
-        heads = self._request_count
-        super().data_received(data)
-        if self._request_count > heads:
-            self._forget_timer()
-        elif self._head_timer is None and self._current_request is None and not self._messages:
-            self._await_head()
-
-    def connection_lost(self, error: BaseException | None) -> None:
-        self._forget_timer()
-        super().connection_lost(error)
-
-    def _await_head(self) -> None:
-        self._head_timer = asyncio.get_running_loop().call_later(self._head_timeout_s, self._cut_off)
-
-    def _forget_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _cut_off(self) -> None:
-        self._head_timer = None
-        if self.transport is not None and self._current_request is None and not self._messages:
-            self.transport.abort()
-
-    def log_exception(self, *args: Any, exc_info: Any = None, **keywords: Any) -> None:
-        """A client that leaves, or sends rubbish, while the rest of its refused body is awaited is no news."""
-        if not isinstance(exc_info, ConnectionError | web.RequestPayloadError):
-            super().log_exception(*args, exc_info=exc_info, **keywords)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Called by aiohttp for what never reached a route; 500 only for a bug in this server."""
-        if status >= 500:
-            log.error("connection failed", exc_info=exc)
-        if request.writer.output_size > 0:
-            raise ConnectionError("part of a reply is sent already")
-        entry = RequestEntry(-1, uuid.uuid4().hex, 0.0, "unknown")
-        response = _refuse(entry, Injected(status, "not a valid HTTP request"))
-        response.force_close()
         return response

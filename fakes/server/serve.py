@@ -15,23 +15,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import ClassVar, Final
 
 import pyarrow as pa
 from aiohttp import web
 
 from ..durable import DurableStore, Fsync
+from ..plan import Faulty
+from ..served import STOP_TIMEOUT_S, LoopServed
 from ..store import Store
-from .faults import AnyFault, FiredFault
+from .connection import HttpConnection
+from .faults import AnyFault
 from .handlers import RUNNER, hang_up
-from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, HttpConnection, make_app
+from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, make_app
 from .signature import Accounts, Verifier
 from .state import DEFAULT_TOKEN, RequestEntry, ServerState
 from .tls import Certificate, self_signed
 
-START_TIMEOUT_S: Final = 10.0
-STOP_TIMEOUT_S: Final = 10.0
 SHUTDOWN_S: Final = 0.5  # what requests under way get when the server stops
 
 
@@ -80,9 +80,10 @@ async def _serving(
     server, loop = runner.server, asyncio.get_running_loop()
     assert server is not None  # set by setup()
     listener = await loop.create_server(
-        lambda: HttpConnection(server, loop=loop, access_log=None, head_timeout_s=body_timeout_s),
+        lambda: HttpConnection(server, loop=loop, access_log=None, timeout_s=body_timeout_s),
         sock=sock,
         ssl=tls,
+        ssl_handshake_timeout=body_timeout_s if tls else None,
     )
     try:
         yield app
@@ -103,7 +104,7 @@ def kept_store(folder: str | os.PathLike[str], fsync: Fsync = "os") -> DurableSt
     )
 
 
-class FeatureStoreServer:
+class FeatureStoreServer(LoopServed, Faulty[AnyFault]):
     """The server in a background thread: ``with FeatureStoreServer() as server: … server.endpoint``.
 
     ``port`` 0 takes a free port. ``store`` may be given to share one. ``accounts`` may sign control-plane requests,
@@ -111,6 +112,8 @@ class FeatureStoreServer:
     since 1970) is for signatures only. ``tls`` True serves HTTPS with a certificate that signs itself, which clients
     trust by ``ca_file``; a ``tls.Certificate`` names files of your own. Raises PortInUse from ``start``.
     """
+
+    WHAT: ClassVar[str] = "fake Feature Store"
 
     def __init__(
         self,
@@ -131,34 +134,20 @@ class FeatureStoreServer:
         self.ca_file: str | None = None  # of the certificate, once started with tls
         self._limits = (body_bytes_max, body_timeout_s)
         self.state = ServerState(store or wall_store(), token, Verifier(accounts, clock=clock))
+        self._plan = self.state.faults
         self.port = 0
         self.endpoint = ""
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._app: web.Application | None = None
 
     @property
     def store(self) -> Store:
         return self.state.store
 
-    def start(self) -> Self:
-        """Bind and serve; returns once requests are answered."""
-        context = self._tls_context()
-        sock = _bind(self._host, self._want_port)
-        host, self.port = _address(sock)
+    def _open(self) -> None:
+        self._context = context = self._tls_context()
+        self._sock = _bind(self._host, self._want_port)
+        host, self.port = _address(self._sock)
         self.state.address = f"{'https' if context else 'http'}://{host}:{self.port}"
         self.endpoint = self.state.address if context else f"{host}:{self.port}"
-        ready = threading.Event()
-        failure: list[BaseException] = []
-        self._thread = threading.Thread(
-            target=self._run, args=(sock, context, ready, failure), name="deltaproof-feature-store", daemon=True
-        )
-        self._thread.start()
-        if not ready.wait(START_TIMEOUT_S) or failure:
-            cause = failure[0] if failure else None
-            raise RuntimeError(f"the fake Feature Store did not start on {self.endpoint}") from cause
-        return self
 
     def _tls_context(self) -> ssl.SSLContext | None:
         if not self._tls:
@@ -171,61 +160,17 @@ class FeatureStoreServer:
         self.ca_file = str(certificate.cert_file)
         return certificate.context()
 
-    def _run(
-        self,
-        sock: socket.socket,
-        context: ssl.SSLContext | None,
-        ready: threading.Event,
-        failure: list[BaseException],
-    ) -> None:
-        async def serve() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            async with _serving(self.state, sock, *self._limits, context) as self._app:
-                ready.set()
-                await self._stop.wait()
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        async with _serving(self.state, self._sock, *self._limits, self._context) as self._app:
+            yield
 
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            failure.append(error)
-            ready.set()
-            raise
-
-    def stop(self) -> None:
-        """Stop serving; open connections are closed. Safe to call twice."""
-        if self._thread is None or self._loop is None or self._stop is None:
-            return
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(STOP_TIMEOUT_S)
-            if self._thread.is_alive():
-                raise RuntimeError(f"the fake Feature Store on {self.endpoint} did not stop in {STOP_TIMEOUT_S:g} s")
-        self._thread = None
+    def _close(self) -> None:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
     # What /_admin offers, without HTTP
-
-    def add_fault(self, fault: AnyFault) -> None:
-        with self.state.lock:
-            self.state.faults.add(fault)
-
-    def set_faults(self, faults: Sequence[AnyFault]) -> None:
-        with self.state.lock:
-            self.state.faults.set(faults)
-
-    def faults(self) -> list[FiredFault]:
-        with self.state.lock:
-            return self.state.faults.fired()
 
     def requests(self) -> list[RequestEntry]:
         with self.state.lock:
@@ -239,10 +184,9 @@ class FeatureStoreServer:
 
         async def act() -> None:
             self.state.reset(projects)
-            if self._app is not None:
-                hang_up(self._app)
+            hang_up(self._app)
 
-        if self._loop is None or self._thread is None:
+        if self._thread is None:
             self.state.reset(projects)
         else:
             asyncio.run_coroutine_threadsafe(act(), self._loop).result(STOP_TIMEOUT_S)

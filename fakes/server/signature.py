@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Final, Protocol
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote
 
 from ..errors import (
     ExpiredSecurityToken,
     ExpiredTimeStamp,
     IncompleteSignature,
+    InvalidParameter,
     MalformedTimeStamp,
     MismatchedSecurityToken,
     MissingAuthorization,
@@ -78,8 +79,20 @@ class PermanentAccounts:
         return access_key_id in self._secrets and not security_token
 
 
+def _split(target: str) -> tuple[str, str]:
+    """Path and query of a target as it was sent: "/path?query", or with scheme and host before it."""
+    if not target.startswith("/"):
+        target = "/" + target.partition("://")[2].partition("/")[2]
+    path, _, query = target.partition("?")
+    return path, query
+
+
 def _canonical_query(query: str) -> str:
-    pairs = sorted(parse_qsl(query, keep_blank_values=True))
+    try:
+        # Strictly: what is no UTF-8 would all become the same replacement character.
+        pairs = sorted(parse_qsl(query, keep_blank_values=True, errors="strict"))
+    except UnicodeDecodeError:
+        raise InvalidParameter("the query is not UTF-8") from None
     return "&".join(f"{quote(name, safe='~')}={quote(value, safe='~')}" for name, value in pairs)
 
 
@@ -88,10 +101,10 @@ def sign(method: str, target: str, headers: Mapping[str, str], signed: str, secr
 
     ``headers`` must look names up case-insensitively, or have lower-case names.
     """
-    url = urlsplit(target)
+    path, query = _split(target)
     lines = "".join(f"{name}:{headers.get(name, '').strip()}\n" for name in signed.split(";"))
     content = headers.get("x-acs-content-sha256", "")
-    canonical = "\n".join((method, url.path or "/", _canonical_query(url.query), lines, signed, content))
+    canonical = "\n".join((method, path, _canonical_query(query), lines, signed, content))
     text = f"{ALGORITHM}\n{hashlib.sha256(canonical.encode('utf-8', 'surrogateescape')).hexdigest()}"
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
@@ -162,7 +175,7 @@ class Verifier:
                 self._nonces.popitem(last=False)
 
 
-def check_content(headers: Mapping[str, str], body: bytes) -> None:
+def check_content(headers: Mapping[str, str], body: bytes | memoryview) -> None:
     """Raise SignatureDoesNotMatch unless the body is the one that was signed."""
     if hashlib.sha256(body).hexdigest() != headers.get("x-acs-content-sha256", "").lower():
         raise SignatureDoesNotMatch("x-acs-content-sha256 is not the SHA-256 of the body")

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -44,7 +45,9 @@ DEFAULT_TOKEN: Final = "deltaproof-featuredb-token"
 FEATUREDB: Final = "FeatureDB"
 MAXCOMPUTE: Final = "MaxCompute"
 DATASOURCES: Final = {"1": FEATUREDB, "2": MAXCOMPUTE}
-CLIENT_HEADER: Final = "x-deltaproof-client"  # ours: names the rank on control-plane requests
+# Ours: names the rank on control-plane requests, percent-encoded; its prefix is that of the headers which are signed.
+CLIENT_HEADER: Final = "x-acs-deltaproof-client"
+NAME_LENGTH_MAX: Final = 256  # of a user
 _NOT_FOUND: Final[dict[str, type[FakeError]]] = {
     "project": ProjectNotFound,
     "entity": EntityNotFound,
@@ -93,6 +96,7 @@ class ServerState:
         self.lock = threading.RLock()
         self.generation = 0  # counts resets: a request that began before one must not write after it
         self.fault_clock_ms: Callable[[], float] = lambda: time.monotonic() * 1000  # of the faults' time windows
+        self.faults = FaultPlan(lambda: self.fault_clock_ms())
         self._forget()
 
     def reset(self, projects: Sequence[str] | None = None) -> None:
@@ -106,7 +110,7 @@ class ServerState:
         with self.lock:
             self.generation += 1
             self.token = self._first_token
-            self.faults = FaultPlan(lambda: self.fault_clock_ms())
+            self.faults.set([])
             self.turns = Turns()
             self.requests: collections.deque[RequestEntry] = collections.deque(maxlen=REQUESTS_MAX)
             self._seq = itertools.count()
@@ -138,18 +142,29 @@ class ServerState:
             username, colon, password = base64.b64decode(auth, validate=True).decode().partition(":")
         except (binascii.Error, ValueError):
             raise MissingAuthorization("the Auth header is not base64 of username:password") from None
-        if not colon or not username or not password or not username.isprintable() or len(username) > 256:
+        if not colon or not username or not password:
             raise AccessDenied("the Auth header holds no username and password")
+        if not _is_name(username):
+            raise AccessDenied(f"the username in the Auth header: want at most {NAME_LENGTH_MAX} printable characters")
         return username
 
     def check_signature(self, method: str, target: str, headers: Mapping[str, str]) -> str:
-        """Who signed a control-plane request: the name in ``x-deltaproof-client`` (ours), else the access key id.
+        """Who signed a control-plane request: the name in ``CLIENT_HEADER``, else the access key id.
 
-        Raises what ``signature.Verifier.check`` raises.
+        Raises what ``signature.Verifier.check`` raises, InvalidParameter for a name that is none.
         """
         key = self.verifier.check(method, target, headers)
-        name = headers.get(CLIENT_HEADER, "")[:256]
-        return name if name.isascii() and name.isprintable() and name else key
+        if CLIENT_HEADER not in headers:
+            return key
+        try:
+            name = unquote(headers[CLIENT_HEADER], errors="strict")
+        except UnicodeDecodeError:
+            name = ""
+        if not _is_name(name):
+            raise InvalidParameter(
+                f"{CLIENT_HEADER}: want at most {NAME_LENGTH_MAX} printable characters, percent-encoded UTF-8"
+            )
+        return name
 
     # Ids of the control plane
 
@@ -228,6 +243,10 @@ class ServerState:
         if snapshot is None or table != (project, view):
             raise SnapshotNotFound(f"no snapshot {snapshot_id[:80]!r} of view {project}/{view}")
         return snapshot
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= NAME_LENGTH_MAX and text.isprintable()
 
 
 def check_loopback(remote: str | None) -> None:

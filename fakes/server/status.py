@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ... import __version__
-from .faults import FiredFault
+from ..plan import Fired
+from .faults import AnyFault
 from .state import INSTANCE_ID, RequestEntry, ServerState
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _view_rows(state: ServerState) -> list[dict[str, Any]]:
     return found
 
 
-def _fault_row(entry: FiredFault) -> dict[str, Any]:
+def _fault_row(entry: Fired[AnyFault]) -> dict[str, Any]:
     fault = entry.fault
     return {
         "id": _short(fault.id),

@@ -1,36 +1,58 @@
-"""Bodies in and out: Arrow IPC streams and JSON, checked against hostile input before anything is allocated for it."""
+"""Bodies in and out: Arrow IPC streams and JSON, checked against hostile input before anything is allocated for it.
+
+The rows of a JSON write are decoded ``JSON_WINDOW_BYTES`` at a time: as Python objects a body would take ten times its
+size and more.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 import struct
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ..errors import InvalidParameter, MalformedBody, SchemaMismatch
+from ..errors import FakeError, InvalidParameter, MalformedBody, SchemaMismatch
 from ..store import ViewSpec, write_schema
 
 ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 _RECORD_BATCH: Final = 3  # MessageHeader union (Arrow format, Message.fbs)
+BATCHES_MAX: Final = 10_000  # of an Arrow stream: each costs some KiB, whatever it holds
+JSON_WINDOW_BYTES: Final = 2**20
+_STRING_OR_BRACE: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}]', re.DOTALL)
+_COMMA: Final = re.compile(b",")
+_BETWEEN: Final = b" \t\r\n,["  # rows, or numbers
+_HALF_PAIR: Final = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])")
+_ROW_PLACE: Final = re.compile(r"(.*) - at `\$\[(\d+)\]\.?(.*)`")
+
+T = TypeVar("T")
 
 
-def json_value(body: bytes, what: str = "body") -> Any:
-    """Decode strict JSON (no NaN, integers exact). Raises MalformedBody."""
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedBody(f"{what}: not JSON ({error})") from None
+def json_value(body: Any, kind: Any, what: str = "body", refusal: type[FakeError] = MalformedBody) -> Any:
+    """Decode ``body`` (bytes or a buffer), strict JSON (no NaN, integers exact), as the type ``kind``.
+
+    Raises MalformedBody for what is no JSON, ``refusal`` for JSON of another kind.
+    """
+    return _decoded(msgspec.json.Decoder(kind), body, what, refusal)
 
 
-def json_object(body: bytes, what: str = "body") -> dict[str, Any]:
+def json_object(body: Any, what: str = "body") -> dict[str, Any]:
     """A JSON object; an empty text counts as {}. Raises MalformedBody."""
-    value = json_value(body, what) if body else {}
-    if not isinstance(value, dict):
-        raise MalformedBody(f"{what}: want a JSON object, got {type(value).__name__}")
-    return value
+    return dict(json_value(body, dict[str, Any], what)) if len(body) else {}
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: Any, what: str, refusal: type[FakeError]) -> T:
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise refusal(f"{what}: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "half of a surrogate pair" if _HALF_PAIR.search(text) else str(error)
+        raise MalformedBody(f"{what}: not JSON ({reason})") from None
 
 
 def _field(data: bytes, table: int, number: int) -> int | None:
@@ -61,8 +83,11 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
     Compressed bodies are refused: a few bytes could declare gigabytes. Raises MalformedBody.
     """
     try:
-        messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))
-        for message in messages:
+        messages: list[Any] = []
+        for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
+            if len(messages) > BATCHES_MAX:
+                raise MalformedBody(f"Arrow: over {BATCHES_MAX} batches in one stream; send fewer, larger ones")
+            messages.append(message)
             if message.type not in ("schema", "record batch"):
                 # No legal column needs a dictionary, and a compressed one would be inflated before it is looked at.
                 raise MalformedBody(f"Arrow: a {message.type} message is refused; send plain columns")
@@ -131,42 +156,85 @@ def arrow_chunks(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterat
     yield sink.take()
 
 
-def rows_to_batch(rows: Any, spec: ViewSpec) -> pa.RecordBatch:
-    """JSON rows ``{pk: str, sk: int, value: [numbers]}`` under the view's field names, as a write batch.
+def rows_to_batch(content: Any, spec: ViewSpec) -> pa.RecordBatch:
+    """JSON rows ``[{pk: str, sk: int, value: [numbers]}, …]`` (text) under the view's field names, as a write batch.
 
-    Integers are exact (keys above 2^53 survive). Raises InvalidParameter, SchemaMismatch, ReservedKey.
+    Integers are exact (keys above 2^53 survive). Raises InvalidParameter, MalformedBody, SchemaMismatch.
     """
-    if not isinstance(rows, list):
+    text = memoryview(content)
+    if bytes(text[:1]) != b"[":
         raise InvalidParameter("content: want a list of rows")
-    names = {spec.pk, spec.sk, spec.value}
+    windows = [_window_to_batch(window, before, spec) for before, window in _row_windows(text)]
+    return windows[0] if len(windows) == 1 else pa.Table.from_batches(windows).combine_chunks().to_batches()[0]
+
+
+def _row_windows(rows: memoryview) -> Iterator[tuple[int, Any]]:
+    """A well-formed JSON array in windows of about ``JSON_WINDOW_BYTES``, each an array of whole objects too, with the
+    number of objects before it. (If it is no array of objects, some window is none either.)
+    """
+    depth = count = before = start = 0
+    for token in _STRING_OR_BRACE.finditer(rows) if len(rows) > JSON_WINDOW_BYTES else ():
+        if token[0] == b"{":
+            depth += 1
+        elif token[0] == b"}":
+            depth -= 1
+            count += not depth
+            if not depth and token.end() - start >= JSON_WINDOW_BYTES:
+                yield before, b"[" + bytes(rows[start : token.end()]).lstrip(_BETWEEN) + b"]"
+                start, before = token.end(), count
+    yield before, b"[" + bytes(rows[start:]).lstrip(_BETWEEN)
+
+
+def _number_windows(numbers: memoryview) -> Iterator[Any]:
+    """The same for a well-formed JSON array of numbers."""
+    start = 0
+    while len(numbers) - start > JSON_WINDOW_BYTES and (comma := _COMMA.search(numbers, start + JSON_WINDOW_BYTES)):
+        yield b"[" + bytes(numbers[start : comma.start()]).lstrip(_BETWEEN) + b"]"
+        start = comma.end()
+    yield b"[" + bytes(numbers[start:]).lstrip(_BETWEEN) if start else numbers
+
+
+@functools.lru_cache(maxsize=16)
+def _rows_decoder(pk: str, sk: str, value: str) -> msgspec.json.Decoder[list[Any]]:
+    fields = [("pk", str), ("sk", int), ("value", msgspec.Raw)]
+    names = {"pk": pk, "sk": sk, "value": value}
+    row = msgspec.defstruct("Row", fields, rename=names, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(list[row])  # type: ignore[valid-type]
+
+
+_NUMBERS: Final[dict[str, msgspec.json.Decoder[list[Any]]]] = {
+    "float32": msgspec.json.Decoder(list[float]),
+    "uint8": msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=255)]]),
+}
+
+
+def _window_to_batch(window: Any, before: int, spec: ViewSpec) -> pa.RecordBatch:
     schema = write_schema(spec.value_type)
-    columns: list[list[Any]] = [[], [], []]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict) or row.keys() != names:
-            raise SchemaMismatch(f"content, row {number}: want an object with exactly {', '.join(sorted(names))}")
-        pk, sk, value = row[spec.pk], row[spec.sk], row[spec.value]
-        if not isinstance(pk, str) or type(sk) is not int or not -(2**63) <= sk < 2**63:
-            raise SchemaMismatch(f"content, row {number}: want {spec.pk} a string and {spec.sk} an int64")
-        if not isinstance(value, list) or not all(type(x) in (int, float) for x in value):
-            raise SchemaMismatch(f"content, row {number}: want {spec.value} a list of numbers")
-        if spec.value_type == "uint8" and not all(type(x) is int and 0 <= x <= 255 for x in value):
-            raise SchemaMismatch(f"content, row {number}: want {spec.value} a list of integers from 0 to 255")
-        for column, item in zip(columns, (pk, sk, value), strict=True):
-            column.append(item)
-    lengths = [len(value) for value in columns[2]]
     try:
-        with np.errstate(over="ignore"):  # 1e39 becomes infinity, which the store refuses by name
-            flat = np.array([x for value in columns[2] for x in value], dtype=spec.value_type)
-    except OverflowError:
-        raise SchemaMismatch(f"content: {spec.value} holds an integer beyond any float") from None
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    embedding = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-    try:
-        keys = pa.array(columns[0], pa.string())
-    except (UnicodeEncodeError, pa.ArrowException):
-        raise SchemaMismatch(f"content: {spec.pk} is not valid Unicode") from None
-    return pa.RecordBatch.from_arrays([keys, pa.array(columns[1], pa.int64()), embedding], schema=schema)
+        rows = _decoded(_rows_decoder(spec.pk, spec.sk, spec.value), window, "content", SchemaMismatch)
+    except SchemaMismatch as error:
+        found = _ROW_PLACE.fullmatch(str(error))
+        where = f"{found[1]} (row {before + int(found[2])} {found[3]}".rstrip() + ")" if found else str(error)
+        raise SchemaMismatch(f"{where}; want objects with exactly {spec.pk}, {spec.sk} and {spec.value}") from None
+    numbers = [np.empty(0, spec.value_type)]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    for at, row in enumerate(rows):
+        where = f"content, row {before + at}"
+        if not -(2**63) <= row.sk < 2**63:
+            raise SchemaMismatch(f"{where}: {spec.sk} is no int64")
+        offsets[at + 1] = offsets[at]
+        for part in _number_windows(memoryview(row.value)):
+            decoded = _decoded(_NUMBERS[spec.value_type], part, f"{where}: {spec.value}", SchemaMismatch)
+            with np.errstate(over="ignore"):  # 1e39 becomes infinity, which the store refuses by name
+                numbers.append(np.array(decoded, dtype=spec.value_type))
+            offsets[at + 1] += len(decoded)
+    embedding = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(numbers)))
+    columns = [
+        pa.array([row.pk for row in rows], pa.string()),
+        pa.array([row.sk for row in rows], pa.int64()),
+        embedding,
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def to_json(value: Any) -> bytes:

@@ -190,7 +190,7 @@ def test_no_secret_stands_in_a_repr_or_in_the_log(endpoint: CredentialServer) ->
     endpoint.add_fault(Refusal(id="refused"))
     answers = [ask(endpoint).data.decode() for _ in range(3)]
     token = endpoint.vault.current()
-    shown = [repr(endpoint), repr(endpoint.vault), repr(token), str(endpoint.requests()), str(endpoint.firings())]
+    shown = [repr(endpoint), repr(endpoint.vault), repr(token), str(endpoint.requests()), str(endpoint.faults())]
     shown.append(answers[1])
     for secret in endpoint.vault.secrets():
         assert not [text for text in shown if secret in text]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from deltaproof.fakes.errors import ERRORS, AccessDenied
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.routes import CONTROL_BYTES_MAX, GROUPS, identify
-from deltaproof.fakes.server.state import check_loopback
+from deltaproof.fakes.server.state import CLIENT_HEADER, check_loopback
 
 from .kit import PROJECT, VERSION, VIEW, Raw, ipc, make_view, rows
 
@@ -35,7 +35,7 @@ SMALL = 1_000_000
 
 @pytest.fixture(scope="module")
 def hostile_server() -> Iterator[FeatureStoreServer]:
-    with FeatureStoreServer(body_bytes_max=SMALL, body_timeout_s=0.5) as running:
+    with FeatureStoreServer(body_bytes_max=SMALL, body_timeout_s=1.5) as running:
         yield running
 
 
@@ -285,9 +285,12 @@ def test_fuzzed_paths_and_queries(
     filled = "/".join(next(names) if piece.startswith("{") else piece for piece in path.split("/"))
     text = "&".join(f"{key}={value}" for key, value in query)
     target = f"{filled}?{text}"
-    login = raw.signed(method, target) if path.startswith("/api/v1/instances") else raw.login
+    is_text = not any(bad in target for bad in ("%ff", "%ed%a0%80"))
+    login = raw.signed(method, target) if is_text and path.startswith("/api/v1/instances") else raw.login
     reply = raw(method, target, headers=login)
-    if reply.status not in (200, 207):
+    if not is_text:
+        refused(reply, "InvalidParameter", "RouteNotFound")
+    elif reply.status not in (200, 207):
         assert refused(reply)["Code"] != "SignatureDoesNotMatch"  # or nothing else was fuzzed
 
 
@@ -391,19 +394,22 @@ def test_what_is_no_http_gets_400_and_the_line_is_closed(server: FeatureStoreSer
     assert raw("GET", "/health").status == 200
 
 
-@pytest.mark.parametrize("query", [b"Order=\xff\xfe", b"SortBy=\xed\xa0\x80", b"PageSize=\xff", b"\xff=1"])
+@pytest.mark.parametrize(
+    "query", [b"Order=\xff\xfe", b"SortBy=\xed\xa0\x80", b"PageSize=\xff", b"\xff=1", b"Order=ASC#x"]
+)
 def test_raw_bytes_in_the_target(server: FeatureStoreServer, raw: Raw, query: bytes) -> None:
-    head = b"GET /api/v1/instances?" + query + b" HTTP/1.1\r\nConnection: close\r\n"
-    signed = raw.signed("GET", "/api/v1/instances?" + query.decode("utf-8", "surrogateescape"))
-    head += "".join(f"{name}: {value}\r\n" for name, value in signed.items()).encode() + b"\r\n"
-    received = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        sock.sendall(head)
-        while chunk := sock.recv(65536):
-            received += chunk
-    head, _, body = received.partition(b"\r\n\r\n")
-    assert int(head.split()[1]) in (200, 400)
-    assert json.loads(body)["RequestId"]
+    for path in (b"/api/v1/instances?", raw.table.encode() + b"/high_water_ts?version=v1&"):
+        head = b"GET " + path + query + b" HTTP/1.1\r\nConnection: close\r\n"
+        headers = {**raw.login, "Host": "x"}
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode() + b"\r\n"
+        received = b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+            sock.sendall(head)
+            while chunk := sock.recv(65536):
+                received += chunk
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert head.split()[1] == b"400", received
+        assert json.loads(body)["Code"] in ("InvalidParameter", "BadRequest")
 
 
 # Who may ask
@@ -441,12 +447,10 @@ def test_the_control_plane_wants_a_signed_request(raw: Raw, authorization: str) 
     refused(raw.control("GET", "", Authorization=authorization), "MissingAuthorization", status=401)
 
 
-def test_odd_client_names_do_not_reach_the_log(server: FeatureStoreServer, raw: Raw) -> None:
-    for name in ("é", "\xff\xfe", "a\tb", "x" * 5000):
-        assert raw.control("GET", "", **{"x-deltaproof-client": name}).status == 200
-    entries = json.loads(raw("GET", "/_admin/requests").data)["Requests"]
-    assert [entry["client"] for entry in entries][:3] == ["deltaproof"] * 3
-    assert len(entries[3]["client"]) == 256
+@pytest.mark.parametrize("name", ["", "%ff", "a%0Ab", "%ed%a0%80", "x" * 257])
+def test_odd_client_names_do_not_reach_the_log(server: FeatureStoreServer, raw: Raw, name: str) -> None:
+    refused(raw.control("GET", "", **{CLIENT_HEADER: name}), "InvalidParameter", status=400)
+    assert server.requests()[-1].client == ""
 
 
 def test_unknown_routes_and_methods(raw: Raw) -> None:
@@ -488,6 +492,7 @@ def test_unknown_tables(server: FeatureStoreServer, raw: Raw, path: str, code: s
     ("query", "code"),
     [
         ("", "InvalidVersion"),
+        ("version=%ff", "InvalidParameter"),
         ("version=", "InvalidVersion"),
         ("version=%20", "InvalidVersion"),
         ("version=%0a", "InvalidVersion"),

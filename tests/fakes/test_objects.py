@@ -169,7 +169,7 @@ def test_faults_strike_by_operation_prefix_skip_and_count_alone(
         except OSError:
             failed.append(key)
     assert failed == ["step=2/b"]
-    (entry,) = objects.firings()
+    (entry,) = objects.faults()
     assert (entry.seen, entry.fired) == (3, 1)
 
 

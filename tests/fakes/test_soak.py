@@ -32,8 +32,9 @@ import pytest
 import urllib3
 
 from deltaproof.fakes.feature_store_py import DynamicEmbeddingFeatureView, FeatureStoreClient, preload
+from deltaproof.fakes.plan import COUNT_MAX
 from deltaproof.fakes.server import process_main
-from deltaproof.fakes.server.faults import COUNT_MAX, ROUTES, AnyFault, ResetFault
+from deltaproof.fakes.server.faults import ROUTES, AnyFault, ResetFault
 from deltaproof.fakes.server.routes import GROUPS
 from deltaproof.fakes.server.state import DEFAULT_TOKEN, INSTANCE_ID
 
