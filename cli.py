@@ -1,4 +1,4 @@
-"""The command line: ``deltaproof demo``, ``run``, ``replay``, ``explore``, ``serve`` and ``list``.
+"""The command line: ``demo``, ``run``, ``replay``, ``explore``, ``serve``, ``readback``, ``resend`` and ``list``.
 
 Exit codes: 0 everything held, 1 a property broke, 2 bad input or environment, 3 a planned fault never fired or nothing
 could be checked, 4 the kit itself failed, 130 interrupted.
@@ -19,8 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -33,6 +34,10 @@ from .conformance.check import check, load, save_failure
 from .conformance.verdict import Report, Verdict, worst
 from .simulator.errors import KitError, ScenarioError
 from .simulator.scenario import Scenario
+
+if TYPE_CHECKING:
+    from .reference.readback import StoreReader
+    from .reference.shards import Files, Found
 
 app = typer.Typer(
     add_completion=False,
@@ -64,6 +69,16 @@ DataOption = Annotated[
     Path | None, typer.Option("--data", help="Parquet file of interactions; its int64 columns give the ids.")
 ]
 FailuresOption = Annotated[Path, typer.Option("--failures", help="Folder in which failing scenarios are kept.")]
+ShardsArgument = Annotated[str, typer.Argument(help="Folder or s3://BUCKET/PREFIX of shards.", show_default=False)]
+EndpointOption = Annotated[str | None, typer.Option(help="The store: HOST[:PORT].", show_default="by --region")]
+RegionOption = Annotated[str, typer.Option(help="The store's region.")]
+ProjectOption = Annotated[str | None, typer.Option(help="Only shards of this project.", show_default=False)]
+ViewOption = Annotated[str | None, typer.Option(help="Only shards of this view.", show_default=False)]
+VersionOption = Annotated[str | None, typer.Option(help="Only shards of this version.", show_default=False)]
+GenerationOption = Annotated[
+    str | None, typer.Option(help="Only shards of one start of one rank, as manifests name it.", show_default=False)
+]
+JsonFileOption = Annotated[str | None, typer.Option("--json", help="Write the report to this file; - is stdout.")]
 EngineOption = Annotated[str, typer.Option("--engine", help="Engine to run on: processes.")]
 
 COLOURS = {
@@ -73,6 +88,8 @@ COLOURS = {
     Verdict.NOT_TESTED: "yellow",
     Verdict.KIT_ERROR: "bold magenta",
 }
+#: Damaged files that are named; --json names all.
+SHOWN_FILES = 10
 #: Violations of one property that are written out; --json has more.
 SHOWN = 1
 #: What the machine, not the kit, is to blame for.
@@ -285,13 +302,21 @@ def serve(
             "power may cost the last seconds), always flushes it to the disk first (slower; survives that too)."
         ),
     ] = "os",
+    accept_loss: Annotated[
+        bool,
+        typer.Option(
+            "--accept-loss",
+            help="With --data-dir: where acknowledged writes are damaged or gone, go on with those before; the rest is "
+            "set aside in the folder.",
+        ),
+    ] = False,
     tls: Annotated[bool, typer.Option("--tls", help="HTTPS, with a certificate that signs itself.")] = False,
     cert: Annotated[Path | None, typer.Option(help="HTTPS with this PEM certificate.", show_default=False)] = None,
     key: Annotated[Path | None, typer.Option(help="PEM key of --cert, without passphrase.", show_default=False)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the fake Feature Store and print how a client connects; a page at / shows what it holds. Ctrl-C ends it."""
-    from .fakes.durable import DataDirError
+    from .fakes.durable import DataDirError, DurableStore
     from .fakes.server.serve import PortInUse, run_forever
     from .fakes.server.tls import Certificate, TlsError, self_signed
 
@@ -299,6 +324,8 @@ def serve(
         raise ScenarioError(f"--fsync {fsync}: want os or always")
     if not host.strip():
         raise ScenarioError("--host is empty; 127.0.0.1 serves this machine, 0.0.0.0 every interface")
+    if accept_loss and data_dir is None:
+        raise ScenarioError("--accept-loss is about the folder of --data-dir")
     if (cert is None) != (key is None):
         raise ScenarioError("--cert and --key go together")
     cleanup = ExitStack()
@@ -325,6 +352,10 @@ def serve(
 
     try:
         with cleanup:
+            if accept_loss and data_dir is not None:
+                with DurableStore(data_dir, accept_loss=True) as store:
+                    if store.set_aside is not None:
+                        err.print(Text(f"lost: what followed the damage is set aside in {store.set_aside}"))
             if tls and certificate is None:
                 folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deltaproof-tls-"))
                 certificate = self_signed(Path(folder), host)
@@ -333,6 +364,91 @@ def serve(
         raise ScenarioError(error.strerror or str(error)) from None
     except OSError as error:
         raise ScenarioError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+@app.command()
+def readback(
+    shards: ShardsArgument,
+    endpoint: EndpointOption = None,
+    region: RegionOption = "cn-hangzhou",
+    project: ProjectOption = None,
+    view: ViewOption = None,
+    version: VersionOption = None,
+    generation: GenerationOption = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="Compare so many keys only.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Decides which keys are the sample.")] = 0,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Compare retained shards with what the store serves (docs/readback.md). Exit code 0: all of it agrees; 1: not."""
+    from .reference.readback import Readback, Report
+
+    with _bad_input_told():
+        files, found = _find_shards(shards, generation, project=project, view=view, version=version)
+        report = Report(found.damaged, found.unverified, 0, 0)
+        if any(entry.manifest.state == "acknowledged" for entry in found.entries):
+            reader, ttl_s = _store_reader(found, endpoint, region)
+            with err.status("comparing"):
+                expired_ms = int((time.time() - ttl_s) * 1000) if ttl_s else -1
+                report = Readback(files, found, reader, sample=sample, seed=seed).run(expired_ms)
+    told = {**msgspec.to_builtins(report), "agrees": report.agrees, "sample": sample, "seed": seed}
+    if json_file != "-":
+        table = Table(box=None, pad_edge=False)
+        table.add_column("verdict")
+        table.add_column("keys", justify="right")
+        for name, keys in report.verdicts.items():
+            table.add_row(name, str(keys))
+        out.print(f"{report.shards} shards with {report.rows} rows; {report.compared} keys compared with the store")
+        out.print(table)
+        if report.maybe_expired:
+            out.print(
+                f"{report.maybe_expired} of the MISSING are older than the view keeps rows: they may have expired"
+            )
+        if report.verdicts.get("UNDECIDED"):
+            out.print("UNDECIDED: other bits, and this SDK does not tell ts: DIFFERENT or SUPERSEDED")
+        for example in report.examples:
+            out.print(Text(json.dumps(example, ensure_ascii=False)), soft_wrap=True)
+        _print_unread(report.damaged, report.unverified)
+        verdict = "they do not agree" if report.compared or report.damaged else "nothing was compared"
+        out.print(Text("store and shards agree", "green") if report.agrees else Text(verdict, "bold red"))
+    _finish_shards("readback", shards, told, json_file, code=0 if report.agrees else 1)
+
+
+@app.command()
+def resend(
+    shards: ShardsArgument,
+    endpoint: EndpointOption = None,
+    region: RegionOption = "cn-hangzhou",
+    project: ProjectOption = None,
+    view: ViewOption = None,
+    version: VersionOption = None,
+    generation: GenerationOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Send spilled rows that the store still lacks (docs/readback.md). Exit code 1: something could not be sent."""
+    from .reference.readback import Resend, ResendReport
+    from .reference.uploader import UploadError
+
+    with _bad_input_told():
+        files, found = _find_shards(shards, generation, project=project, view=view, version=version)
+        report = ResendReport(found.damaged, found.unverified, 0, 0)
+        if any(entry.manifest.state == "spilled" for entry in found.entries):
+            reader, _ = _store_reader(found, endpoint, region)
+            try:
+                with err.status("sending"):
+                    report = Resend(files, found, reader).run(dry_run)
+            except UploadError as error:
+                print(f"deltaproof: {error}; no manifest was marked, so the same command goes on", file=sys.stderr)
+                raise typer.Exit(1) from None
+    if json_file != "-":
+        sent = "would be sent" if dry_run else "sent"
+        out.print(
+            f"{report.shards} spilled shards with {report.rows} rows: {report.sent} {sent}, "
+            f"{report.superseded} superseded"
+        )
+        _print_unread(report.damaged, report.unverified)
+    told = {**msgspec.to_builtins(report), "dry_run": dry_run}
+    _finish_shards("resend", shards, told, json_file, code=1 if report.damaged else 0)
 
 
 @app.command("list")
@@ -437,6 +553,77 @@ def _finish(command: str, reports: list[Report], failures: Path, as_json: bool) 
             if report.verdict is Verdict.NOT_EXERCISED:
                 out.print(Text(f"{report.history.scenario.name}: not exercised: {report.reason}", "yellow"))
     raise typer.Exit(verdict.exit_code)
+
+
+# ---------------------------------------------------------------------------------------------- retained shards
+@contextmanager
+def _bad_input_told() -> Iterator[None]:
+    """What the folder, the store or the options are to blame for ends with one line and exit code 2."""
+    from .reference.errors import redact
+    from .reference.uploader import AttemptError
+
+    try:
+        yield
+    except (OSError, ValueError, AttemptError) as error:
+        raise ScenarioError(redact(error) if isinstance(error, OSError) else str(error)) from None
+
+
+def _find_shards(where: str, generation: str | None, **wanted: str | None) -> tuple[Files, Found]:
+    from .reference.readback import choose
+    from .reference.shards import Files, find
+
+    files = Files(where)
+    if not files.exists():
+        raise ScenarioError(f"there is no {where}")
+    return files, choose(find(files), generation, **wanted)
+
+
+def _store_reader(found: Found, endpoint: str | None, region: str) -> tuple[StoreReader, int]:
+    """A reader of the view that the shards were published to, and for how many seconds the view keeps a row."""
+    from .fakes.feature_store_py import install
+    from .reference.connect import connect
+    from .reference.errors import redact
+    from .reference.readback import StoreReader
+    from .reference.settings import Settings
+
+    manifest = found.entries[0].manifest
+    where = {name: getattr(manifest, name) for name in ("project", "view", "version")}
+    settings = Settings(**where, every_steps=1, endpoint=endpoint, region=region)
+    if endpoint and "feature_store_py" not in sys.modules and find_spec("feature_store_py") is None:
+        install()  # without Alibaba's SDK an address can only be that of `deltaproof serve`
+
+    def open_view() -> Any:
+        project = connect(settings).get_project(settings.project)
+        view = project and project.get_dynamic_embedding_feature_view(settings.view)
+        if view is None:
+            raise ScenarioError(f"the store has no view {settings.view!r} in project {settings.project!r}")
+        return view
+
+    try:
+        view = open_view()
+    except ScenarioError:
+        raise
+    except Exception as error:  # an SDK's own kind
+        raise ScenarioError(f"the store cannot be reached: {type(error).__name__}: {redact(error)}") from None
+    return StoreReader(view, settings, 0, 1, reconnect=open_view), int(getattr(view, "ttl", 0) or 0)
+
+
+def _print_unread(damaged: dict[str, str], unverified: list[str]) -> None:
+    for path, why in list(damaged.items())[:SHOWN_FILES]:
+        out.print(Text(f"CORRUPT_LOCAL {path}: {why}", "red"), soft_wrap=True)
+    if len(damaged) > SHOWN_FILES:
+        out.print(f"... and {len(damaged) - SHOWN_FILES} more damaged files")
+    if unverified:
+        out.print(f"{len(unverified)} shards have no manifest (writes that did not end) and were not read")
+
+
+def _finish_shards(command: str, where: str, told: dict[str, Any], json_file: str | None, code: int) -> None:
+    document = json.dumps({"command": command, "shards_in": where, **told}, indent=2, ensure_ascii=False)
+    if json_file == "-":
+        print(document)
+    elif json_file is not None:
+        Path(json_file).write_text(document + "\n")
+    raise typer.Exit(code)
 
 
 # ------------------------------------------------------------------------------------------------------ printing
