@@ -237,6 +237,32 @@ def test_serve_keeps_its_folder_for_itself_and_over_a_kill(cli) -> None:
     assert segment.name in one_line(damaged.stderr)
 
 
+def test_serve_tells_a_damaged_folder_from_a_torn_tail_and_goes_on_when_the_loss_is_accepted(cli) -> None:
+    from deltaproof.fakes.durable import DurableStore
+
+    with DurableStore(cli.folder / "data") as store:
+        store.create_project("first")
+        store.create_project("last")
+    (segment,) = (cli.folder / "data").glob("*.wal")
+    segment.write_bytes(segment.read_bytes()[:-1])
+    damaged = cli.run("serve", "--data-dir", "data")
+    assert damaged.returncode == 2, damaged
+    text = one_line(damaged.stderr)
+    assert "Traceback" not in text
+    assert segment.name in text
+    assert "start once with --accept-loss" in text
+    process = cli.start("serve", "--json", "--data-dir", "data", "--accept-loss")
+    try:
+        assert json.loads(process.stdout.readline())["command"] == "serve"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "set aside in data/set-aside-1" in one_line(told)
+    with DurableStore(cli.folder / "data") as store:
+        assert store.projects() == ["deltaproof", "first"]
+
+
 def test_serve_over_tls_names_the_certificate_to_trust(cli) -> None:
     process = cli.start("serve", "--json", "--tls")
     try:
@@ -271,10 +297,18 @@ def test_serve_over_tls_names_the_certificate_to_trust(cli) -> None:
         (["--cert", "x.pem"], "go together"),
         (["--cert", "x.pem", "--key", "y.pem"], "cannot read x.pem"),
         (["--data-dir", "a-file"], "a-file"),
+        (["--data-dir", "stray"], "'segment-old.wal' is no segment that this server wrote: move it elsewhere"),
+        (["--data-dir", "folder"], "'segment-00000003.wal' is no segment that this server wrote: move it elsewhere"),
+        (["--data-dir", "foreign"], "acknowledged is missing beside segment-00000001.wal"),
+        (["--accept-loss"], "--accept-loss is about the folder of --data-dir"),
     ],
 )
 def test_serve_refuses_what_it_cannot_use(cli, arguments: list[str], phrase: str) -> None:
     (cli.folder / "a-file").write_text("x")
+    for name in ("stray/segment-old.wal", "foreign/segment-00000001.wal"):
+        (cli.folder / name).parent.mkdir()
+        (cli.folder / name).write_text("x")
+    (cli.folder / "folder" / "segment-00000003.wal").mkdir(parents=True)
     done = cli.run("serve", *arguments)
     assert done.returncode == 2, done
     assert phrase in one_line(done.stderr)
