@@ -325,6 +325,7 @@ class Publisher:
         try:
             self._create_view()
         except Exception as error:
+            error.add_note(f"rank 0 could not create view {self._settings.view!r}")
             return error
         return None
 
