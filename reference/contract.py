@@ -14,6 +14,7 @@ import msgspec
 
 Collection = Literal["ebc", "ec"]
 Naming = Literal["fqn", "role"]
+EmbeddingType = Literal["float32", "int8"]  # of published rows
 
 SEGMENTS: dict[Collection, str] = {"ebc": "embedding_bags", "ec": "embeddings"}
 WRAPPERS = ("_dmp_wrapped_module", "module")

@@ -9,9 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from .contract import EmbeddingType
+
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
 
 _COLUMNS = {
     "global_step": pa.int64(),
@@ -24,6 +27,13 @@ _COLUMNS = {
     "source": pa.string(),
 }
 DELTA_SCHEMA = pa.schema([pa.field(name, kind, nullable=False) for name, kind in _COLUMNS.items()])
+SCHEMAS: dict[EmbeddingType, pa.Schema] = {
+    "float32": DELTA_SCHEMA,
+    "int8": DELTA_SCHEMA.set(
+        list(_COLUMNS).index("embedding"), pa.field("embedding", pa.list_(pa.uint8()), nullable=False)
+    ),
+}
+TRAILER_BYTES = 4  # of an int8 row: scale and offset, fp16 little-endian each
 KEY_RESERVED = -1  # the store's own sentinel; every other int64 is a legal key
 CHUNK_ROWS = 64_000
 
@@ -41,15 +51,24 @@ class DeltaError(ValueError):
 
 
 def make_delta(
-    step: int, rank: int, world_size: int, feature_name: str, fqn: str, keys: Keys, rows: Rows, source: str
+    step: int,
+    rank: int,
+    world_size: int,
+    feature_name: str,
+    fqn: str,
+    keys: Keys,
+    rows: Rows,
+    source: str,
+    embedding_type: EmbeddingType = "float32",
 ) -> pa.Table:
-    """Columnar delta of one table, without a Python object per row; `keys` and `rows` are not copied.
+    """Columnar delta of one table, without a Python object per row; `keys` and float32 `rows` are not copied.
 
     Args:
         keys: int64, shape (n,). rows: float32, shape (n, dim), C-contiguous. source: why the rows are sent.
+        embedding_type: what the delta holds; "int8" quantises the rows (see `quantise`).
 
     Raises:
-        DeltaError: keys and rows disagree in length or type.
+        DeltaError: keys and rows disagree in length or type, or a row cannot be quantised.
     """
     if keys.dtype != np.int64 or rows.dtype != np.float32 or rows.ndim != 2 or keys.shape != rows.shape[:1]:
         raise DeltaError(
@@ -59,24 +78,60 @@ def make_delta(
             key=None,
             step=step,
         )
-    dim = rows.shape[1]
-    size = min(max(1, len(keys)), CHUNK_ROWS, max(1, (2**31 - 1) // max(1, dim)))  # list offsets are int32
+    values: Rows | Bytes = rows if embedding_type == "float32" else _int8_rows(step, fqn, keys, rows)
+    width, schema = values.shape[1], SCHEMAS[embedding_type]
+    size = min(max(1, len(keys)), CHUNK_ROWS, max(1, (2**31 - 1) // max(1, width)))  # list offsets are int32
     # One block of each constant column, which every chunk shares: filling them for all rows would cost more than rows.
     constants: list[object] = [step, rank, world_size, feature_name, fqn, source]
     names = [name for name in _COLUMNS if name not in ("key_id", "embedding")]
     blocks = {
         name: pa.repeat(pa.scalar(value, _COLUMNS[name]), size) for name, value in zip(names, constants, strict=True)
     }
-    offsets = pa.array(np.arange(size + 1, dtype=np.int32) * np.int32(dim))
+    offsets = pa.array(np.arange(size + 1, dtype=np.int32) * np.int32(width))
     chunks = []
     for start in range(0, len(keys), size):
-        values = pa.array(rows[start : start + size].reshape(-1))
         columns = {"key_id": pa.array(keys[start : start + size])}
         count = len(columns["key_id"])
         columns |= {name: block.slice(0, count) for name, block in blocks.items()}
-        columns["embedding"] = pa.ListArray.from_arrays(offsets.slice(0, count + 1), values)
-        chunks.append(pa.RecordBatch.from_arrays([columns[name] for name in _COLUMNS], schema=DELTA_SCHEMA))
-    return pa.Table.from_batches(chunks, schema=DELTA_SCHEMA)
+        flat = pa.array(values[start : start + size].reshape(-1))
+        columns["embedding"] = pa.ListArray.from_arrays(offsets.slice(0, count + 1), flat)
+        chunks.append(pa.RecordBatch.from_arrays([columns[name] for name in _COLUMNS], schema=schema))
+    return pa.Table.from_batches(chunks, schema=schema)
+
+
+def quantise(rows: Rows) -> Bytes:
+    """Rowwise int8 of float32 rows (n, dim), dim even: uint8 (n, dim + 4), a row's values and then fp16 scale, offset.
+
+    value * scale + offset is the number again, within half a scale and the rounding of scale and offset. Layout and
+    rounding are those of FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf at 8 bits. A row that holds NaN or Inf, or
+    numbers for which fp16 has no scale or offset, gets a trailer that is not finite.
+    """
+    dim = rows.shape[1]
+    quantised = np.empty((len(rows), dim + TRAILER_BYTES), np.uint8)
+    trailers = quantised[:, dim:].view("<f2")
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for start in range(0, len(rows), CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            offset = rows[part].min(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
+            spread = rows[part].max(axis=1, keepdims=True) - offset
+            scale = (spread / np.float32(255)).astype(np.float16).astype(np.float32)
+            inverse = 1 / scale
+            scale[np.isinf(inverse)] = inverse[np.isinf(inverse)] = 1  # no spread, or one too small for fp16
+            trailers[part] = np.concatenate([scale, offset], axis=1)
+            quantised[part, :dim] = np.rint((rows[part] - offset) * inverse).clip(0, 255)
+    return quantised
+
+
+def _int8_rows(step: int, fqn: str, keys: Keys, rows: Rows) -> Bytes:
+    if rows.shape[1] % 2 or not rows.shape[1]:
+        raise DeltaError(f"int8 rows need an even dimension, not {rows.shape[1]}", table=fqn, key=None, step=step)
+    quantised = quantise(rows)
+    finite = np.isfinite(quantised[:, -TRAILER_BYTES:].view("<f2")).all(axis=1)
+    if not finite.all():
+        row = rows[place := _first(~finite)]
+        what = f"the embedding's numbers, {row.min()} to {row.max()}, are not finite or too large for an fp16 scale"
+        raise DeltaError(what, table=fqn, key=int(keys[place]), step=step)
+    return quantised
 
 
 def constant(strings: pa.StringArray) -> str | None:
@@ -96,13 +151,13 @@ def validate(table: pa.Table, dims: Mapping[str, int] | None = None) -> None:
     """Refuse a delta that the store must never see. Vectorised; linear in rows.
 
     Args:
-        table: columns of DELTA_SCHEMA. dims: embedding dimension per table FQN; None leaves dimensions unchecked.
+        table: columns of one of SCHEMAS. dims: embedding dimension per table FQN; None leaves dimensions unchecked.
 
     Raises:
         DeltaError: names the first offending row's table, key and step.
     """
-    if table.schema.names != DELTA_SCHEMA.names or table.schema.types != DELTA_SCHEMA.types:
-        raise DeltaError(f"schema is {table.schema}, expected {DELTA_SCHEMA}", table="", key=None, step=None)
+    if not any(table.schema.names == known.names and table.schema.types == known.types for known in SCHEMAS.values()):
+        raise DeltaError(f"schema is {table.schema}, expected one of {SCHEMAS}", table="", key=None, step=None)
     for batch in table.to_batches(max_chunksize=CHUNK_ROWS):  # however large a chunk is, the masks below stay small
         if batch.num_rows and (found := _first_offender(batch, dims)):
             row, what = found
@@ -120,20 +175,29 @@ def _first_offender(batch: pa.RecordBatch, dims: Mapping[str, int] | None) -> tu
         return _first(reserved), f"key {KEY_RESERVED} is reserved"
     lists = batch["embedding"]
     lengths = np.diff(lists.offsets.to_numpy())
+    trailer_bytes = TRAILER_BYTES if lists.type.value_type == pa.uint8() else 0
+    found_dims = lengths - trailer_bytes
+    if trailer_bytes and (bad := (found_dims < 2) | (found_dims % 2 != 0)).any():
+        return _first(bad), f"an int8 embedding of {lengths[_first(bad)]} bytes is not an even dimension and a trailer"
     if dims is not None:
         fqn, fqns = constant(batch["table_fqn"]), batch["table_fqn"].to_pylist
-        wrong = lengths != (dims.get(fqn, -1) if fqn is not None else [dims.get(each, -1) for each in fqns()])
+        wrong = found_dims != (dims.get(fqn, -1) if fqn is not None else [dims.get(each, -1) for each in fqns()])
         if wrong.any():
             row = _first(wrong)
             wanted = dims.get(fqns()[row], "none: it is not in the model")
-            return row, f"the embedding has dimension {lengths[row]}, its table has {wanted}"
+            return row, f"the embedding has dimension {found_dims[row]}, its table has {wanted}"
     numbers = lists.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
+    if numbers.dtype == np.uint8:
+        ends = np.cumsum(lengths, dtype=np.int64)[:, None]
+        numbers = numbers[ends + np.arange(-TRAILER_BYTES, 0)].view("<f2").reshape(-1)
+        lengths = np.full(len(lengths), 2)
     with np.errstate(over="ignore", invalid="ignore"):
         # NaN and Inf stay in a sum: one reading pass, no mask. A sum that merely overflowed is looked at closely.
         suspect = not np.isfinite(np.add.reduce(numbers))
     if suspect and not (finite := np.isfinite(numbers)).all():
         place = _first(~finite)
-        return int(np.searchsorted(np.cumsum(lengths), place, side="right")), f"the embedding holds {numbers[place]}"
+        what = f"the embedding holds {numbers[place]}" + " as its scale or offset" * (numbers.dtype == np.float16)
+        return int(np.searchsorted(np.cumsum(lengths), place, side="right")), what
     return None
 
 

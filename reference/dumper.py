@@ -114,19 +114,20 @@ class Dumper:
     def __init__(self, source: TableSource, settings: Settings, rank: int, world_size: int) -> None:
         self._source = source
         self._rank, self._world_size = rank, world_size
+        self._embedding_type = settings.embedding_type
         self._tables = dict(source.tables())
         self._undelivered: dict[str, Keys] = {}  # drained but not yet in a delta: a dump that raises forgets nothing
         self.replicated: dict[str, Keys] = {}  # data-parallel keys this rank answers for: those it ever published
 
     def dump(self, step: int, source: Source = "dump") -> pa.Table | None:
-        """Delta (DELTA_SCHEMA) of all rows touched since the last dump, at their present values; None for none.
+        """Delta (delta.SCHEMAS) of all rows touched since the last dump, at their present values; None for none.
 
         "final" adds every data-parallel key this rank ever published. Ranks' clocks differ, so an old value of a
         replicated row may carry a greater ts than a newer one from another rank; at the end all replicas agree, so
         whichever rank wins is right.
 
         Raises:
-            DeltaError: an id outside this rank's shard. Ids stay tracked when a dump raises.
+            DeltaError: an id outside this rank's shard, a row that int8 cannot hold. A dump that raises forgets no id.
         """
         try:
             touched = self._collect()
@@ -178,7 +179,8 @@ class Dumper:
     def _delta_of(self, step: int, fqn: str, keys: Keys, source: Source) -> pa.Table:
         rows = np.ascontiguousarray(self._source.gather(fqn, keys))
         features = ",".join(self._tables[fqn].feature_names)
-        return make_delta(step, self._rank, self._world_size, features, fqn, keys, rows, source)
+        kind = self._embedding_type
+        return make_delta(step, self._rank, self._world_size, features, fqn, keys, rows, source, kind)
 
 
 def merge_keys(*several: Mapping[str, Keys]) -> dict[str, Keys]:

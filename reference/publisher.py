@@ -24,7 +24,7 @@ __all__ = ["Publisher", "PublisherError", "connect"]
 log = logging.getLogger("deltaproof.reference")
 
 PK, SK, VALUE = "embedding_name", "key_id", "embedding"
-VALUE_TYPE = "ARRAY<FLOAT>"
+VALUE_TYPES = {"float32": "ARRAY<FLOAT>", "int8": "ARRAY<UINT8>"}
 
 
 class Publisher:
@@ -62,6 +62,7 @@ class Publisher:
         self._step = 0
         self._restart: Restart | None = None  # loaded before start
         self._repairing = self._finished = self._closed = False
+        self._earlier_ts = 0  # newest ts of rows that no loaded state accounts for
         self.generation: str | None = None  # names this start of this rank in shards and logs
 
     @classmethod
@@ -113,14 +114,8 @@ class Publisher:
         self._dumper.discard()
         if self._restart is not None:
             self._begin_restart(self._uploader, self._restart)
-        elif self._rank == 0 and (ts := self._uploader.ts_last):
-            log.warning(
-                "version %r holds rows of an earlier run (newest ts %d) and no state was loaded: what this run never "
-                "touches keeps the values of that one. Call load_state_dict(), or start_over() when there is no "
-                "checkpoint, or publish to a new version",
-                self._settings.version,
-                ts,
-            )
+        elif self._rank == 0:
+            self._earlier_ts = self._uploader.ts_last
         self._cadence = Cadence(self._settings, self._clock)
 
     def after_step(self, step: int) -> None:
@@ -242,6 +237,15 @@ class Publisher:
         self._publish(step, "final")
 
     def _publish(self, step: int, source: Source) -> None:
+        if self._earlier_ts:
+            log.warning(
+                "version %r holds rows of an earlier run (newest ts %d) and no state was loaded: what this run never "
+                "touches keeps the values of that one. Call load_state_dict(), or start_over() when there is no "
+                "checkpoint, or publish to a new version",
+                self._settings.version,
+                self._earlier_ts,
+            )
+            self._earlier_ts = 0
         table = self._dumper.dump(step, source)
         if table is not None:
             try:
@@ -263,6 +267,7 @@ class Publisher:
 
     def _begin_restart(self, uploader: Uploader, restart: Restart) -> None:
         """Track again what the checkpoint says the store lacks, and what the store received after it."""
+        self._earlier_ts = 0
         uploader.drain()  # when a running job goes back, what it queued must be in the store before that is read
         self._settle()
         uploader.catch_up(restart.ts_max)
@@ -345,7 +350,7 @@ class Publisher:
                 ttl=settings.ttl_s,
                 shard_count=settings.shard_count,
                 replication_count=settings.replication_count,
-                embedding_field_type=VALUE_TYPE,
+                embedding_field_type=VALUE_TYPES[settings.embedding_type],
             )
 
     def _meet(self) -> None:
@@ -369,8 +374,9 @@ class Publisher:
                 f"rank {self._rank}: there is no view {name!r}; see rank 0's error, it creates the view"
             )
         kind = getattr(view, "embedding_field_type", None)  # SDKs before 2.2.8 do not say
-        if kind is not None and str(getattr(kind, "value", kind)) != VALUE_TYPE:
-            raise PublisherError(f"view {name!r} holds {kind}, this model has float32 rows; publish to another view")
+        wanted = self._settings.embedding_type
+        if kind is not None and str(getattr(kind, "value", kind)) != VALUE_TYPES[wanted]:
+            raise PublisherError(f"view {name!r} holds {kind}, these rows are {wanted}; publish to another view")
         return view
 
     def _reopen_view(self) -> Any:

@@ -6,23 +6,40 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from deltaproof.reference.delta import CHUNK_ROWS, DELTA_SCHEMA, DeltaError, constant, make_delta, validate
+from deltaproof.reference.delta import (
+    CHUNK_ROWS,
+    DELTA_SCHEMA,
+    SCHEMAS,
+    TRAILER_BYTES,
+    DeltaError,
+    constant,
+    make_delta,
+    quantise,
+    validate,
+)
 
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1).filter(lambda key: key != -1), unique=True, max_size=50)
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+#: Of every size, so that scales and offsets meet the ends of fp16.
+SIZED = st.builds(
+    lambda number, power: number * 10.0**power, st.floats(-1, 1), st.sampled_from([-41, -12, -6, 0, 4, 6])
+)
 FQN = "m.ebc.embedding_bags.t"
 
 
-def delta(keys: Any, rows: Any, fqn: str = FQN) -> pa.Table:
-    return make_delta(7, 1, 4, "f", fqn, np.asarray(keys, np.int64), np.asarray(rows, np.float32), "dump")
+def delta(keys: Any, rows: Any, fqn: str = FQN, kind: Any = "float32") -> pa.Table:
+    return make_delta(7, 1, 4, "f", fqn, np.asarray(keys, np.int64), np.asarray(rows, np.float32), "dump", kind)
+
+
+def matrix(data: st.DataObject, count: int, dim: int, numbers: st.SearchStrategy[float]) -> np.ndarray:
+    return data.draw(arrays(np.float32, (count, dim), elements=numbers))
 
 
 @given(KEYS, st.integers(1, 5), st.data())
 def test_every_key_and_every_bit_of_a_row_survives(keys: list[int], dim: int, data: st.DataObject) -> None:
-    finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
-    rows = np.array(
-        data.draw(st.lists(finite, min_size=len(keys) * dim, max_size=len(keys) * dim)), np.float32
-    ).reshape(len(keys), dim)
+    rows = matrix(data, len(keys), dim, FINITE)
     table = delta(keys, rows)
     validate(table, {FQN: dim})
     assert table.schema == DELTA_SCHEMA
@@ -150,3 +167,77 @@ def test_nulls_are_refused(column: str) -> None:
 def test_another_schema_is_refused() -> None:
     with pytest.raises(DeltaError, match="schema is"):
         validate(delta([1], [[1.0]]).drop_columns(["source"]))
+
+
+@given(KEYS, st.sampled_from([2, 4, 16]), st.data())
+def test_an_int8_row_gives_its_numbers_back_within_half_a_scale(keys: list[int], dim: int, data: st.DataObject) -> None:
+    rows = matrix(data, len(keys), dim, st.floats(-1000, 1000, width=32))
+    table = delta(keys, rows, kind="int8")
+    validate(table, {FQN: dim})
+    assert table.schema == SCHEMAS["int8"]
+    assert table["key_id"].to_pylist() == keys
+    stored = np.array(table["embedding"].to_pylist(), np.uint8).reshape(len(keys), dim + TRAILER_BYTES)
+    scale, offset = stored[:, dim:].copy().view("<f2").astype(np.float64).T[..., None]
+    back = stored[:, :dim] * scale + offset
+    slack = np.spacing(np.abs(offset).astype(np.float16)).astype(np.float64)  # fp16 rounds offset and scale
+    assert (np.abs(back - rows) <= 0.5 * np.abs(scale) + slack + 255 * np.spacing(scale.astype(np.float16))).all()
+
+
+@given(st.sampled_from([2, 6, 16, 34]), st.data())
+def test_int8_rows_are_those_of_fbgemm_bit_for_bit(dim: int, data: st.DataObject) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("fbgemm_gpu")
+    rows = matrix(data, 5, dim, SIZED)
+    rows[0] = rows[0, 0]  # all equal
+    theirs = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(torch.from_numpy(rows), 8).numpy()
+    ours = quantise(rows)
+    finite = np.isfinite(ours[:, dim:].view("<f2")).all(axis=1)
+    assert finite.tolist() == np.isfinite(theirs[:, dim:].copy().view("<f2")).all(axis=1).tolist()
+    assert ours[finite, :dim].tolist() == theirs[finite, :dim].tolist()
+    # As numbers: which of 0 and -0 is the least, neither side says.
+    assert ours[finite, dim:].copy().view("<f2").tolist() == theirs[finite, dim:].copy().view("<f2").tolist()
+
+
+def test_int8_rows_of_several_chunks_are_quantised_each_by_its_own_numbers() -> None:
+    count = CHUNK_ROWS + 2
+    rows = np.array([0.0, 1.0], np.float32) * np.arange(1, count + 1, dtype=np.float32)[:, None]
+    table = delta(range(count), rows, kind="int8")
+    validate(table, {FQN: 2})
+    last = np.array(table["embedding"][-1].as_py(), np.uint8)
+    assert last[:2].tolist() == [0, 255]
+    assert last[2:].view("<f2").astype(np.float32) == pytest.approx([count / 255, 0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[0, np.nan], [np.inf, 0], [0, -np.inf], [-7e4, 0], [0, 1.7e7], [-3e38, 3e38]],
+    ids=["nan", "inf", "-inf", "offset", "scale", "overflow"],
+)
+def test_a_row_that_int8_cannot_hold_is_refused_with_table_key_and_step(row: list[float]) -> None:
+    with pytest.raises(DeltaError, match=r"fp16 scale \(table 'm.ebc.embedding_bags.t', key 11, step 7\)"):
+        delta([10, 11, 12], [[0, 1], row, [2, 3]], kind="int8")
+
+
+def test_int8_refuses_odd_dimensions() -> None:
+    with pytest.raises(DeltaError, match=r"even dimension, not 3 .*step 7"):
+        delta([1], [[1, 2, 3]], kind="int8")
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ([1, 2, *np.array([np.inf, 0], "<f2").tobytes()], "holds inf as its scale or offset"),
+        ([1, 2, *np.array([1, np.nan], "<f2").tobytes()], "holds nan as its scale or offset"),
+        ([1, 2, 3, 4, *np.array([1, 0], "<f2").tobytes()], "dimension 4, its table has 2"),
+        ([1, 2, 3, *np.array([1, 0], "<f2").tobytes()], "7 bytes is not an even dimension and a trailer"),
+        ([1, 2, 3, 4], "4 bytes is not an even dimension and a trailer"),
+        ([1, None, *np.array([1, 0], "<f2").tobytes()], "holds nan"),
+    ],
+)
+def test_int8_deltas_are_checked_as_they_are_stored(stored: list[int | None], message: str) -> None:
+    rows = delta([4, 5, 6], np.ones((3, 2)), kind="int8").to_pylist()
+    rows[1]["embedding"] = stored
+    table = pa.concat_tables([delta([9], [[1, 2]], kind="int8"), pa.Table.from_pylist(rows, SCHEMAS["int8"])])
+    with pytest.raises(DeltaError, match=message + r" \(table 'm.ebc.embedding_bags.t', key 5, step 7\)"):
+        validate(table, {FQN: 2})
+    validate(table.slice(0, 2), {FQN: 2})
