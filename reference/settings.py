@@ -27,7 +27,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     naming: Naming = "fqn"
     upload_format: Literal["arrow", "json"] = "arrow"
     embedding_type: EmbeddingType = "float32"  # int8: rowwise, with an fp16 scale and offset (delta.quantise)
-    embedding_type: EmbeddingType = "float32"  # int8: rowwise, with an fp16 scale and offset (delta.quantise)
     endpoint: str | None = None  # host[:port], reached over https unless it is this machine
     region: str = "cn-hangzhou"
     batch_size: int = 1000  # rows; at most the SDK's own batch size is used, so one write is one batch
