@@ -7,8 +7,10 @@ No torch here: an exporter that only reads a checkpoint can use it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Self
 
 import msgspec
 
@@ -31,6 +33,56 @@ class TableRef(msgspec.Struct, frozen=True):
     owner: str
     collection: Collection
     table: str
+
+
+class ManifestTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What serving must know of a table: the name of its rows in the store, how wide they are, and of which type."""
+
+    table_fqn: str
+    embedding_name: str
+    dim: int  # numbers in a row; an int8 row has four bytes more
+    dtype: EmbeddingType
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every table that is published, as a JSON file beside an exported model. Exporter and publisher make the same one
+    from the same tables, byte for byte, so that comparing the two files compares the names.
+    """
+
+    naming: Naming
+    tables: tuple[ManifestTable, ...]  # by FQN, ascending
+    format: Literal[1] = 1
+
+    @classmethod
+    def of(cls, dims: Mapping[TableRef, int], naming: Naming = "fqn", dtype: EmbeddingType = "float32") -> Self:
+        """Manifest of tables with their embedding dimensions.
+
+        Raises:
+            ContractError: the names collide (see `embedding_names`), or twins differ in dimension.
+        """
+        names, found = embedding_names(list(dims), naming), dict[str, int]()
+        by_fqn = {fqn(ref.owner, ref.collection, ref.table): dim for ref, dim in dims.items()}
+        for full, dim in by_fqn.items():
+            if found.setdefault(names[full], dim) != dim:
+                raise ContractError(f"{full!r} has dimension {dim}, its twin {found[names[full]]}; they are one table")
+        return cls(naming, tuple(ManifestTable(full, names[full], by_fqn[full], dtype) for full in sorted(by_fqn)))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON file, replacing one that is there; a reader sees the old one or the new one, never a part."""
+        partial = Path(f"{os.fspath(path)}.partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `write` wrote. Raises ContractError for a file that is not a manifest, or of another format."""
+        try:
+            manifest = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
+            raise ContractError(f"{os.fspath(path)} is no manifest that this version reads: {error}") from error
+        if len({table.table_fqn for table in manifest.tables}) < len(manifest.tables):
+            raise ContractError(f"{os.fspath(path)} names a table twice; export it again")
+        return manifest
 
 
 def strip_wrappers(path: str) -> str:
@@ -63,6 +115,8 @@ def embedding_names(tables: Sequence[TableRef], naming: Naming = "fqn") -> dict[
     seen: set[str] = set()
     for ref in tables:
         full = fqn(ref.owner, ref.collection, ref.table)
+        if any("\ud800" <= letter <= "\udfff" for letter in full):
+            raise ContractError(f"the table name {full!r} holds half a character (a surrogate); rename it")
         if not ref.table:
             raise ContractError(f"a table of owner {ref.owner!r} has an empty name; give it one")
         if full in seen:

@@ -1,8 +1,21 @@
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deltaproof.reference.contract import ContractError, TableRef, embedding_names, fqn, strip_wrappers, twin_of
+from deltaproof.reference.contract import (
+    ContractError,
+    Manifest,
+    TableRef,
+    embedding_names,
+    fqn,
+    strip_wrappers,
+    twin_of,
+)
 
 SEGMENTS = [
     "model",
@@ -24,6 +37,20 @@ TABLES = st.one_of(
     st.text(min_size=1, max_size=200),
 )
 REFS = st.builds(TableRef, owner=OWNERS, collection=st.sampled_from(["ebc", "ec"]), table=TABLES)
+LONG = "\N{OLD ITALIC LETTER A}" * 200  # four bytes a letter
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[TableRef]:
+    """Tables of one model: some are twins of others, some are called by another's FQN or by the tail of it."""
+    refs: list[TableRef] = draw(st.lists(REFS, min_size=1, max_size=6))
+    for ref in draw(st.lists(st.sampled_from(refs), max_size=3)):
+        full = fqn(ref.owner, ref.collection, ref.table)
+        spelled = draw(st.sampled_from([full, full.partition(".")[2] or full, "x." + full]))
+        refs.append(TableRef(draw(OWNERS), ref.collection, spelled))
+        twin = ".".join({"ebc": "ebc_user", "ec_dict": "ec_dict_user"}.get(part, part) for part in ref.owner.split("."))
+        refs.append(TableRef(twin, ref.collection, ref.table))
+    return list({fqn(ref.owner, ref.collection, ref.table): ref for ref in refs}.values())
 
 
 @pytest.mark.parametrize(
@@ -138,3 +165,67 @@ def test_role_naming_refuses_nothing_but_real_duplicates(refs: list[TableRef]) -
     full = [fqn(ref.owner, ref.collection, ref.table) for ref in refs]
     if len(set(full)) == len(full):
         assert len(set(embedding_names(refs, "role").values())) == len(refs)
+
+
+@given(models(), st.sampled_from(["fqn", "role"]), st.sampled_from(["float32", "int8"]))
+@example([TableRef(LONG, "ec", LONG), TableRef(LONG, "ebc", LONG), TableRef("a", "ec", LONG + "__ec")], "role", "int8")
+@example(
+    [TableRef("a.ebc_user", "ebc", "t"), TableRef("a.ebc", "ebc", "t"), TableRef("a.ebc", "ec", "t")], "fqn", "int8"
+)
+def test_the_manifest_on_disk_names_every_table_as_the_publisher_does(
+    refs: list[TableRef], naming: Any, dtype: Any
+) -> None:
+    """One name per table and one table per name, twins being one table, and the same bytes from either side."""
+    dims = {ref: 4 + 2 * len(twin_of(ref.owner)) for ref in refs}
+    try:
+        names = embedding_names(refs, naming)
+    except ContractError:
+        with pytest.raises(ContractError):
+            Manifest.of(dims, naming, dtype)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        exported, published = Path(folder) / "exported.json", Path(folder) / "published.json"
+        Manifest.of(dims, naming, dtype).write(exported)
+        Manifest.of(dict(reversed(dims.items())), naming, dtype).write(published)
+        assert exported.read_bytes() == published.read_bytes()
+        assert sorted(path.name for path in Path(folder).iterdir()) == ["exported.json", "published.json"]
+        read = Manifest.read(exported)
+        plain = json.loads(exported.read_text("utf-8"))
+    assert {table.table_fqn: table.embedding_name for table in read.tables} == names
+    assert {table.table_fqn: (table.dim, table.dtype) for table in read.tables} == {
+        fqn(ref.owner, ref.collection, ref.table): (dim, dtype) for ref, dim in dims.items()
+    }
+    assert [table["embedding_name"] for table in plain["tables"]] == [names[key] for key in sorted(names)]
+    tables = {(twin_of(ref.owner), ref.collection, ref.table) for ref in refs}
+    assert len({table.embedding_name for table in read.tables}) == len(tables)
+
+
+def test_twins_of_different_dimension_are_refused() -> None:
+    with pytest.raises(ContractError, match=r"'a.ebc_user.embedding_bags.t' has dimension 8, its twin 4"):
+        Manifest.of({TableRef("a.ebc", "ebc", "t"): 4, TableRef("a.ebc_user", "ebc", "t"): 8})
+
+
+def test_half_a_character_is_refused() -> None:
+    with pytest.raises(ContractError, match="surrogate"):
+        embedding_names([TableRef("a", "ec", "t\ud83d")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plain: plain.update(format=2), "no manifest that this version reads"),
+        (lambda plain: plain["tables"][0].update(colour="red"), "no manifest that this version reads"),
+        (lambda plain: plain["tables"].append(plain["tables"][0]), "names a table twice"),
+    ],
+)
+def test_a_file_that_is_no_manifest_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "manifest.json"
+    Manifest.of({TableRef("a", "ec", "t"): 4}).write(path)
+    plain = json.loads(path.read_text())
+    change(plain)
+    path.write_text(json.dumps(plain))
+    with pytest.raises(ContractError, match=message):
+        Manifest.read(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ContractError, match="no manifest"):
+        Manifest.read(path)
