@@ -57,7 +57,7 @@ _ROWS: Final = (
     ErrorSpec("MissingSecurityToken", 400, "no", False, "a temporary access key came without its token"),
     ErrorSpec("InvalidSecurityToken.MismatchWithAccessKey", 400, "no", False, "the token is of another access key"),
     ErrorSpec("InvalidSecurityToken.Expired", 400, "no", True, "the token has expired: fetch a fresh credential"),
-    ErrorSpec("InvalidToken", 401, "no", False, "the datasource token does not match"),
+    ErrorSpec("InvalidToken", 401, "no", True, "the datasource token does not match: read it again"),
     ErrorSpec("AccessDenied", 403, "no", False, "the account may not do this"),
     ErrorSpec("RouteNotFound", 404, "no", False, "no such route"),
     ErrorSpec("InstanceNotFound", 404, "no", False, "no such instance"),
@@ -78,6 +78,7 @@ _ROWS: Final = (
     ErrorSpec("BadGateway", 502, "unknown", True, "something between client and store failed"),
     ErrorSpec("ServiceUnavailable", 503, "unknown", True, "unavailable, perhaps after the commit"),
     ErrorSpec("GatewayTimeout", 504, "unknown", True, "something between client and store gave up waiting"),
+    ErrorSpec("NoCredential", None, "no", True, "no credential could be fetched, so nothing was sent"),
     ErrorSpec("ConnectFailed", None, "no", True, "no connection was made, so nothing was sent"),
     ErrorSpec("ConnectionLost", None, "unknown", True, "the connection broke before a reply"),
     ErrorSpec("ReadTimeout", None, "unknown", True, "no reply in time"),
@@ -232,7 +233,7 @@ class ExpiredSecurityToken(Refused):
 
 
 class InvalidToken(Refused):
-    """The datasource token does not match: read it again from the FeatureDB datasource."""
+    """The datasource token does not match: read it again from the FeatureDB datasource, as every new client does."""
 
 
 class AccessDenied(Refused):

@@ -16,9 +16,10 @@ from .client import (
     WriteError,
     in_process_client,
 )
-from .transport import TransportError
+from .transport import Batches, TransportError
 
 __all__ = [
+    "Batches",
     "DynamicEmbeddingFeatureView",
     "Entity",
     "FeatureStoreClient",

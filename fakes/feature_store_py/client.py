@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import msgspec
-import numpy as np
 import pyarrow as pa
 
-from ..errors import Applied
+from ..errors import Applied, EntityNotFound, FakeError
 from ..server.faults import FaultPlan
-from ..store import EntitySpec, Store, ViewSpec, as_array
-from .transport import READ_TIMEOUT_S, HttpTransport, StoreTransport, Transport, TransportError
+from ..store import EntitySpec, Store, ViewSpec
+from . import inputs
+from .transport import (
+    READ_TIMEOUT_S,
+    Batches,
+    Credential,
+    HttpTransport,
+    StoreTransport,
+    Transport,
+    TransportError,
+    default_credential,
+)
 
 FIELD_TYPES: Final = {"ARRAY<FLOAT>": "float32", "ARRAY<UINT8>": "uint8"}
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What is refused here is refused as the service would refuse it."""
+    try:
+        yield
+    except FakeError as error:
+        raise TransportError(error.code, str(error)) from None
 
 
 class WriteError(str):
@@ -55,8 +73,11 @@ class DynamicEmbeddingFeatureView:
     """A view: asynchronous writes, ``write_flush`` to settle them, reads.
 
     ``_batch_size`` rows go into one request, ``_max_workers`` requests are under way at a time; both may be set
-    before the first write. The SDK retries nothing itself. Extensions of ours: ``high_water_ts``, ``read_changes``,
-    ``lookup_arrow``, ``scan``.
+    before the first write. The SDK retries nothing itself. Extensions of ours: ``high_water_ts``, ``lookup_arrow``,
+    ``scan``, ``read_changes``, and for what is larger than memory ``scan_batches`` and ``read_changes_batches``.
+
+    ``ts`` and keys are integers, NumPy's included, within int64; ``version`` is a str. Nothing else is converted: it is
+    refused with the code of ``fakes.errors`` that the service would use, a write's refusals in the next flush.
     """
 
     def __init__(self, transport: Transport, spec: ViewSpec) -> None:
@@ -77,7 +98,7 @@ class DynamicEmbeddingFeatureView:
         self._pending: list[tuple[int, concurrent.futures.Future[None]]] = []
         self._closed = False
 
-    def _submit(self, rows: int, write: Any, *arguments: Any) -> None:
+    def _submit(self, rows: int, write: Any, payload: Any, version: Any, ts: Any) -> None:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"view {self.name}: write after close")
@@ -85,7 +106,14 @@ class DynamicEmbeddingFeatureView:
                 self._executor = concurrent.futures.ThreadPoolExecutor(
                     max_workers=self._max_workers, thread_name_prefix="feature_store_py"
                 )
-            self._pending.append((rows, self._executor.submit(write, *arguments)))
+            self._pending.append((rows, self._executor.submit(self._write, write, payload, version, ts)))
+
+    def _write(self, write: Any, payload: Any, version: Any, ts: Any) -> None:
+        with _refusals():
+            version, ts = inputs.version(version), inputs.ts(ts)
+            if isinstance(payload, FakeError):
+                raise payload
+        write(self._spec, payload, version, ts)
 
     def write_features(
         self,
@@ -96,13 +124,14 @@ class DynamicEmbeddingFeatureView:
     ) -> None:
         """Queue rows ``{pk_field: str, sk_field: int, embedding_field: numbers}`` for the JSON route.
 
-        Raises ValueError for another write mode, TypeError for values JSON cannot hold, RuntimeError after close.
+        Raises ValueError for another write mode, TypeError for what is no list of rows and for values JSON has no form
+        for, RuntimeError after close.
         """
         self._check_mode(write_mode)
-        for start in range(0, len(data), self._batch_size):
-            rows = data[start : start + self._batch_size]
-            body = msgspec.json.encode(rows, enc_hook=_plain)
-            self._submit(len(rows), self._transport.write_rows, self._spec, body, version or "", ts)
+        rows = inputs.rows(data)
+        parts = [rows[start : start + self._batch_size] for start in range(0, len(rows), self._batch_size)]
+        for part, body in [(part, inputs.encoded(part)) for part in parts]:
+            self._submit(len(part), self._transport.write_rows, body, version, ts)
 
     def write_features_arrow(
         self,
@@ -113,9 +142,12 @@ class DynamicEmbeddingFeatureView:
     ) -> None:
         """Queue a batch whose columns bear the view's field names; split at ``_batch_size`` rows.
 
-        Raises ValueError for another write mode or other columns, RuntimeError after close.
+        Raises ValueError for another write mode or other columns, TypeError for what is no batch, RuntimeError after
+        close.
         """
         self._check_mode(write_mode)
+        if not isinstance(batch, pa.RecordBatch | pa.Table):
+            raise TypeError(f"batch is a {type(batch).__name__}; want a pyarrow RecordBatch or Table")
         names = [self.pk_field, self.sk_field, self.embedding_field]
         if sorted(batch.schema.names) != sorted(names):
             raise ValueError(f"view {self.name}: columns {batch.schema.names}, want {names}")
@@ -127,7 +159,7 @@ class DynamicEmbeddingFeatureView:
         wire = batch.select(names).rename_columns(["pk", "sk", "embedding"])
         for start in range(0, wire.num_rows, self._batch_size):
             part = wire.slice(start, self._batch_size)
-            self._submit(part.num_rows, self._transport.write_arrow, self._spec, part, version or "", ts)
+            self._submit(part.num_rows, self._transport.write_arrow, part, version, ts)
 
     def _check_mode(self, write_mode: str) -> None:
         if write_mode != "MERGE":
@@ -166,31 +198,51 @@ class DynamicEmbeddingFeatureView:
     def get_online_features(
         self, feature_name: str, keys: Sequence[int], version: str | None = None
     ) -> list[dict[str, Any]]:
-        """Rows found for ``keys`` of table ``feature_name``: dicts with pk_field, "sk" (int) and embedding_field."""
-        wanted = pa.array([int(key) for key in keys], pa.int64())
-        table = self.lookup_arrow(version or "", pa.repeat(feature_name, len(wanted)), wanted)
+        """Rows found for ``keys`` of table ``feature_name``: dicts with pk_field, "sk" (int) and embedding_field.
+
+        Raises TransportError: InvalidVersion, SchemaMismatch for keys that are no int64, BodyTooLarge for too many.
+        """
+        with _refusals():
+            wanted, (name,) = inputs.keys(keys), inputs.names([feature_name])
+        table = self.lookup_arrow(version, pa.repeat(name, len(wanted)), wanted)
         columns = (table.column(name).to_pylist() for name in ("pk", "sk", "embedding"))
         return [
             {self.pk_field: pk, "sk": sk, self.embedding_field: embedding}
             for pk, sk, embedding in zip(*columns, strict=True)
         ]
 
-    def lookup_arrow(self, version: str, pk: pa.Array, sk: pa.Array) -> pa.Table:
+    def lookup_arrow(self, version: str | None, pk: Any, sk: Any) -> pa.Table:
         """Ours: rows found of ``zip(pk, sk)`` in request order, columns pk, sk, embedding, ts."""
-        columns = [as_array(pk, pa.string()), as_array(sk, pa.int64())]
-        request = pa.RecordBatch.from_arrays(columns, ["pk", "sk"])
+        with _refusals():
+            version, request = inputs.version(version), inputs.lookup(pk, sk)
         return self._transport.lookup(self._spec, version, request)
 
-    def scan(self, version: str) -> pa.Table:
-        """Ours: a snapshot of every row of the version, columns pk, sk, embedding, ts."""
+    def scan_batches(self, version: str) -> Batches:
+        """Ours: a snapshot of every row of the version, columns pk, sk, embedding, ts, in batches as they arrive."""
+        with _refusals():
+            version = inputs.version(version)
         return self._transport.scan(self._spec, version)
+
+    def scan(self, version: str) -> pa.Table:
+        """Ours: the same as one table."""
+        return self.scan_batches(version).read_all()
+
+    def read_changes_batches(self, version: str, ts: int) -> Batches:
+        """Ours: rows whose ts is above ``ts`` (0: all), in batches as they arrive; its ``next_ts`` is for next time."""
+        with _refusals():
+            version, ts = inputs.version(version), inputs.cursor(ts)
+        return self._transport.changes(self._spec, version, ts)
 
     def read_changes(self, version: str, ts: int) -> tuple[pa.Table, int]:
         """Ours: (rows whose ts is above ``ts``, the ts to ask with next time)."""
-        return self._transport.changes(self._spec, version, ts)
+        found = self.read_changes_batches(version, ts)
+        assert found.next_ts is not None
+        return found.read_all(), found.next_ts
 
     def high_water_ts(self, version: str) -> int:
         """Ours: the greatest ts the version holds, 0 when empty."""
+        with _refusals():
+            version = inputs.version(version)
         return self._transport.high_water_ts(self._spec, version)
 
     def close(self, wait: bool = True) -> None:
@@ -202,13 +254,6 @@ class DynamicEmbeddingFeatureView:
             executor.shutdown(wait=wait, cancel_futures=not wait)
 
 
-def _plain(value: Any) -> Any:
-    """NumPy arrays and scalars for the JSON path; float32 values stay exact, since JSON numbers are doubles."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"a row holds a {type(value).__name__}; want str, int and lists of numbers")
-
-
 class Project:
     """A project; made by ``FeatureStoreClient.get_project``."""
 
@@ -218,17 +263,22 @@ class Project:
         self.project_name = name
 
     def get_entity(self, name: str) -> Entity | None:
-        spec = self._transport.entity(self.name, name)
+        spec = self._transport.entity(self.name, name) if inputs.is_name(name) else None
         return Entity(spec) if spec else None
 
     def create_entity(self, name: str, join_id: str, parent_feature_entity_name: str | None = None) -> Entity:
         """Raises TransportError (AlreadyExists, EntityNotFound for the parent, InvalidParameter)."""
-        spec = EntitySpec(self.name, name, join_id, parent_feature_entity_name or "")
+        parent = parent_feature_entity_name or ""
+        spec = EntitySpec(self.name, name, join_id, parent)
+        with _refusals():
+            spec.check()
+            if parent and not inputs.is_name(parent):
+                raise EntityNotFound(f"no entity {inputs.shown(parent)} in project {self.name!r}")
         self._transport.create_entity(spec)
         return Entity(spec)
 
     def get_dynamic_embedding_feature_view(self, name: str) -> DynamicEmbeddingFeatureView | None:
-        spec = self._transport.view(self.name, name)
+        spec = self._transport.view(self.name, name) if inputs.is_name(name) else None
         return DynamicEmbeddingFeatureView(self._transport, spec) if spec else None
 
     def create_dynamic_embedding_feature_view(
@@ -253,15 +303,17 @@ class Project:
         spec = ViewSpec(
             self.name,
             name,
-            entity if isinstance(entity, str) else entity.name,
+            getattr(entity, "name", entity),
             pk_field_name,
             sk_field_name,
             embedding_field_name,
             FIELD_TYPES[_type_name(embedding_field_type)],  # type: ignore[arg-type]
-            ttl,
-            shard_count,
-            replication_count,
+            inputs.integer(ttl),
+            inputs.integer(shard_count),
+            inputs.integer(replication_count),
         )
+        with _refusals():
+            spec.check()
         self._transport.create_view(spec)
         return DynamicEmbeddingFeatureView(self._transport, spec)
 
@@ -272,6 +324,11 @@ def _type_name(kind: Any) -> str:
 
 class FeatureStoreClient:
     """The SDK's entry. ``endpoint`` "127.0.0.1:PORT" reaches the fake; the data plane is found as real clients do.
+
+    The datasource's token is read now, and so is the credential: without ``access_key_id`` and ``access_key_secret``
+    (ours) a fresh one is fetched from the default chain of ``alibabacloud_credentials``. When either has expired or was
+    revoked, calls fail with InvalidToken or a code of the gateway, a write surely not applied: another client, or
+    ``refresh`` (ours), fetches both anew.
 
     ``read_timeout_s`` (ours) bounds the wait for each reply; ``ca_file`` (ours) is a PEM file of
     certificates to trust. Raises ValueError for missing arguments, TransportError.
@@ -292,18 +349,19 @@ class FeatureStoreClient:
         transport: Transport | None = None,
     ) -> None:
         if transport is None:
-            if not access_key_id or not access_key_secret:
-                raise ValueError("access_key_id and access_key_secret are needed")
+            from_chain = access_key_id is access_key_secret is security_token is None
+            if not from_chain and not (access_key_id and access_key_secret):
+                raise ValueError("access_key_id and access_key_secret are needed, or neither and no security_token")
             if not featuredb_username or not featuredb_password:
                 raise ValueError("featuredb_username and featuredb_password are needed")
             if not endpoint and not region:
                 raise ValueError("endpoint or region is needed")
+            inputs.login(featuredb_username, featuredb_password)
+            given = Credential(access_key_id or "", access_key_secret or "", security_token or None)
             transport = HttpTransport(
-                access_key_id=access_key_id,
-                access_key_secret=access_key_secret,
+                credential=default_credential if from_chain else lambda: given,
                 region=region or "cn-deltaproof",
                 endpoint=endpoint or f"paifeaturestore.{region}.aliyuncs.com",
-                security_token=security_token,
                 username=featuredb_username,
                 password=featuredb_password,
                 read_timeout_s=read_timeout_s,
@@ -312,7 +370,14 @@ class FeatureStoreClient:
         self._transport = transport
 
     def get_project(self, name: str) -> Project | None:
-        return Project(self._transport, name) if self._transport.has_project(name) else None
+        found = inputs.is_name(name) and self._transport.has_project(name)
+        return Project(self._transport, name) if found else None
+
+    def refresh(self) -> None:
+        """Ours: a fresh credential, if they come from the default chain, and the datasource's current token. Views of
+        this client go on with them. Raises TransportError, and then nothing has changed.
+        """
+        self._transport.refresh()
 
     def close(self) -> None:
         """Ours: release pooled connections."""
@@ -321,4 +386,5 @@ class FeatureStoreClient:
 
 def in_process_client(store: Store, username: str, faults: FaultPlan | None = None) -> FeatureStoreClient:
     """A client that calls ``store`` directly as ``username``; ``faults`` strike as they would on the server."""
+    inputs.login(username, "")
     return FeatureStoreClient(transport=StoreTransport(store, username, faults))

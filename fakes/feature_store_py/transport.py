@@ -1,19 +1,29 @@
-"""How the facade reaches a store: over HTTP, or straight into a Store object. Both raise TransportError only."""
+"""How the facade reaches a store: over HTTP, or straight into a Store object. Both raise TransportError only.
+
+What a caller handed in has been through ``inputs.py`` before it gets here.
+"""
 
 from __future__ import annotations
 
 import _thread
 import base64
+import contextlib
+import itertools
 import json
+import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NoReturn, Protocol
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 import pyarrow as pa
 
-from ..errors import ERRORS, Applied, FakeError, InvalidToken, code_for_status
+from ..errors import ERRORS, Applied, BodyTooLarge, FakeError, InvalidToken, ProjectNotFound, code_for_status, shown
+from ..server import windows
 from ..server.faults import (
     DuplicateFault,
     FaultPlan,
@@ -27,12 +37,14 @@ from ..server.faults import (
     ViewDeletedFault,
 )
 from ..server.state import CLIENT_HEADER
-from ..server.wire import arrow_chunks, rows_to_batch
+from ..server.wire import arrow_chunks, read_arrow, rows_to_batch
 from ..store import EntitySpec, Snapshot, Store, ViewSpec, other_type
 
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 30.0
-WINDOW_BYTES: Final = 4 * 2**20  # a batch over this is sent in pieces
+BODY_BYTES_MAX: Final = 64 * 2**20  # of a request in process: as the server's own limit
+WINDOW_BYTES: Final = 4 * 2**20  # a body over this is sent in pieces
+REFUSAL_BYTES_MAX: Final = 2**16  # of an error reply, read
 POOL_SIZE: Final = 16  # idle connections kept; more are made when more workers need them
 VIEW_TYPE: Final = "DynamicEmbedding"  # ours: not in the public documentation
 
@@ -52,7 +64,7 @@ class TransportError(Exception):
         retry_after_s: float | None = None,
         rows_failed: int | None = None,
     ) -> None:
-        super().__init__(f"{code}: {message}")
+        super().__init__(shown(f"{code}: {message}"))
         spec = ERRORS.get(code) or ERRORS[code_for_status(status or 500)]
         self.code = code
         self.status = status if status is not None else spec.status
@@ -62,8 +74,103 @@ class TransportError(Exception):
         self.rows_failed = rows_failed
 
 
+class Batches:
+    """Rows as they arrive: an iterator of record batches, each of about 4 MiB at most. Only one is held at a time.
+
+    ``schema`` is known from the start; ``next_ts`` (of changes) is the cursor for the next call, good once every batch
+    has been read. Whoever stops early calls ``close``, or uses it as a context manager. Reading raises TransportError.
+    """
+
+    def __init__(
+        self,
+        schema: pa.Schema,
+        batches: Iterable[pa.RecordBatch],
+        close: Callable[[], object] = lambda: None,
+        next_ts: int | None = None,
+    ) -> None:
+        self.schema = schema
+        self.next_ts = next_ts
+        self._batches = iter(batches)
+        self._close = close
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        return next(self._batches)
+
+    def read_all(self) -> pa.Table:
+        """What is left, as one table."""
+        with self:
+            return pa.Table.from_batches(self, schema=self.schema)
+
+    def close(self) -> None:
+        """Read no more. Safe to call twice."""
+        self._batches = iter(())
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Credential(NamedTuple):
+    """An access key, with its security token when it is a temporary one."""
+
+    access_key_id: str
+    access_key_secret: str
+    security_token: str | None = None
+
+    def __repr__(self) -> str:
+        return "Credential(…)"
+
+
+def default_credential() -> Credential:
+    """A fresh credential from the default chain of ``alibabacloud_credentials``. Raises TransportError.
+
+    Fresh: a chain remembers a token until shortly before it expires, so a new one is made. (The package reads its
+    variables when it is imported.) What it raises and logs may quote a live token: none of that is repeated.
+    """
+    from alibabacloud_credentials.client import Client
+
+    try:
+        with _quiet(logging.getLogger("credentials")):
+            found = Client().get_credential()
+    except Exception as error:
+        kind = type(error).__name__
+    else:
+        if found.access_key_id and found.access_key_secret:
+            return Credential(found.access_key_id, found.access_key_secret, found.security_token or None)
+        kind = "an empty one"
+    raise TransportError(
+        "NoCredential",
+        f"no source of alibabacloud_credentials' default chain has a credential ({kind}): environment, OIDC, profile "
+        "files, ECS metadata, ALIBABA_CLOUD_CREDENTIALS_URI",
+    )
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Drop what this thread logs there meanwhile."""
+    ours = threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != ours
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 class Transport(Protocol):
-    """What the facade needs of a store. Batches have the columns of ``store.write_schema``."""
+    """What the facade needs of a store. Batches have the columns of ``store.write_schema``.
+
+    ``refresh`` fetches a fresh credential and the datasource's current token.
+    """
 
     def has_project(self, project: str) -> bool: ...
     def entity(self, project: str, name: str) -> EntitySpec | None: ...
@@ -73,9 +180,10 @@ class Transport(Protocol):
     def write_arrow(self, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None: ...
     def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None: ...
     def lookup(self, view: ViewSpec, version: str, request: pa.RecordBatch) -> pa.Table: ...
-    def scan(self, view: ViewSpec, version: str) -> pa.Table: ...
-    def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]: ...
+    def scan(self, view: ViewSpec, version: str) -> Batches: ...
+    def changes(self, view: ViewSpec, version: str, ts: int) -> Batches: ...
     def high_water_ts(self, view: ViewSpec, version: str) -> int: ...
+    def refresh(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -101,6 +209,22 @@ def to_ipc_windows(batch: pa.RecordBatch, window_bytes: int = WINDOW_BYTES) -> t
     return counter.size(), arrow_chunks(batch.schema, (batch.slice(start, rows) for start in starts))
 
 
+def _ipc_body(batch: pa.RecordBatch) -> tuple[Any, dict[str, str]]:
+    """A batch as the body of a request, in pieces when it is large, and the headers that go with it."""
+    if batch.nbytes <= WINDOW_BYTES:
+        return memoryview(to_ipc(batch)), {}
+    length, chunks = to_ipc_windows(batch)
+    return chunks, {"Content-Length": str(length)}
+
+
+def _pieces(data: bytes) -> Iterator[memoryview]:
+    return (memoryview(data)[start : start + WINDOW_BYTES] for start in range(0, len(data), WINDOW_BYTES))
+
+
+# How often the datasource's token was replaced, by a fault of the plan that in-process clients share.
+_TOKENS: Final[weakref.WeakKeyDictionary[FaultPlan, int]] = weakref.WeakKeyDictionary()
+
+
 class StoreTransport:
     """Calls a Store directly, as user ``username``; faults of ``plan`` strike as they would on the server.
 
@@ -113,11 +237,18 @@ class StoreTransport:
         self._username = username
         self._plan = plan or FaultPlan()
         self._turns = Turns()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Learn the current token."""
+        self._token = _TOKENS.get(self._plan, 0)
 
     def _call(
         self, route: str, group: str, effect: Callable[[Strike, Store], Any], view: ViewSpec | None = None
     ) -> Any:
         """Run ``effect(strike, store)`` among the faults that are due; ``view`` is the one a request names."""
+        if view is not None:
+            self._check_request(view)
         strike = self._plan.strike(route, group, self._username)
         self._suffer(strike, "before-commit")
         self._hold(strike)
@@ -126,6 +257,8 @@ class StoreTransport:
             self._turns.passed(route, group, self._username, _thread.get_ident())
         except FakeError as error:
             raise TransportError(error.code, str(error)) from None
+        except OSError as error:  # of a store in a folder: over HTTP the server says no more
+            raise TransportError("InternalError", f"{type(error).__name__} in route {route}") from None
         if isinstance(strike.main, DuplicateFault):
             # Here, not later: in process there is nobody to deliver it once this call has returned.
             time.sleep(strike.main.delay_ms / 1000)
@@ -134,10 +267,22 @@ class StoreTransport:
         self._befall(strike, result)
         return result
 
+    def _check_request(self, view: ViewSpec) -> None:
+        """What the server looks at before the fault plan: a request refused for its own sake strikes no fault."""
+        try:
+            if self._token != _TOKENS.get(self._plan, 0):
+                raise InvalidToken("the token is not the datasource's current one")
+            if view.project not in self._store.projects():
+                raise ProjectNotFound(f"no project {view.project!r}")
+            self._store.view(view.project, view.name)
+        except FakeError as error:
+            raise TransportError(error.code, str(error)) from None
+
     def _prepare(self, strike: Strike, view: ViewSpec | None) -> Store:
         """The store that the effect sees, after what a fault does to it."""
         main = strike.main
         if isinstance(main, TokenRevokedFault):
+            _TOKENS[self._plan] = _TOKENS.get(self._plan, 0) + 1
             raise InvalidToken(f"planned fault {main.id}")
         if view is not None and isinstance(main, ViewDeletedFault | SchemaChangedFault):
             current = self._store.view(view.project, view.name)
@@ -176,7 +321,8 @@ class StoreTransport:
     def _befall(strike: Strike, result: Any) -> None:
         fault = strike.reply_fault
         if isinstance(fault, SlowBodyFault):
-            time.sleep(max(64, getattr(result, "nbytes", 0)) / fault.bytes_per_s)  # 64: a small JSON reply
+            size = _bytes_of(result) if isinstance(result, Snapshot) else getattr(result, "nbytes", 0)
+            time.sleep(max(64, size) / fault.bytes_per_s)  # 64: a small JSON reply
         elif fault is not None:
             raise TransportError("ReplyTruncated", f"planned fault {fault.id}", status=200)
 
@@ -223,35 +369,43 @@ class StoreTransport:
             message = f"the last {failed} of {batch.num_rows} rows were not applied"
             raise TransportError("PartialFailure", message, rows_failed=failed)
 
-    def write_arrow(self, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None:
-        self._write("write_arrow", view, pa.ipc.open_stream(to_ipc(batch)).read_next_batch(), version, ts)
-
-    def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None:
+    def _received(self, view: ViewSpec, body: Any, decode: Callable[[Any], pa.RecordBatch]) -> pa.RecordBatch:
+        """What the server makes of a body."""
+        self._check_request(view)
         try:
-            batch = rows_to_batch(rows, view)
+            if len(body) > BODY_BYTES_MAX:
+                raise BodyTooLarge(f"a body of {len(body)} bytes is over {BODY_BYTES_MAX}")
+            return decode(body)
         except FakeError as error:
             raise TransportError(error.code, str(error)) from None
+
+    def write_arrow(self, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None:
+        self._write("write_arrow", view, self._received(view, to_ipc(batch), read_arrow), version, ts)
+
+    def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None:
+        batch = self._received(view, rows, lambda body: rows_to_batch(body, view))
         self._write("write_json", view, batch, version, ts)
 
     def lookup(self, view: ViewSpec, version: str, request: pa.RecordBatch) -> pa.Table:
         def effect(_: Strike, store: Store) -> pa.Table:
-            return store.lookup(view.project, view.name, version, request["pk"], request["sk"])
+            return windows.lookup(store, view, version, request["pk"], request["sk"])
 
         return self._call("lookup_arrow", "lookup", effect, view)
 
-    def scan(self, view: ViewSpec, version: str) -> pa.Table:
+    def scan(self, view: ViewSpec, version: str) -> Batches:
         def effect(_: Strike, store: Store) -> Snapshot:
             return store.snapshot(view.project, view.name, version)
 
         snapshot: Snapshot = self._call("create_snapshot", "scan", effect, view)
-        return self._call("scan_snapshot", "scan", lambda *_: snapshot.table(), view)
+        self._call("scan_snapshot", "scan", lambda *_: snapshot, view)
+        return Batches(snapshot.schema, windows.batches(snapshot))
 
-    def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]:
-        def effect(_: Strike, store: Store) -> tuple[pa.Table, int]:
-            return store.changes(view.project, view.name, version, ts)
+    def changes(self, view: ViewSpec, version: str, ts: int) -> Batches:
+        def effect(_: Strike, store: Store) -> Snapshot:
+            return store.snapshot(view.project, view.name, version, after_ts=ts)
 
-        found: tuple[pa.Table, int] = self._call("iterate_changes", "changes", effect, view)
-        return found
+        snapshot: Snapshot = self._call("iterate_changes", "changes", effect, view)
+        return Batches(snapshot.schema, windows.batches(snapshot), next_ts=max(ts, snapshot.ts))
 
     def high_water_ts(self, view: ViewSpec, version: str) -> int:
         def effect(_: Strike, store: Store) -> int:
@@ -263,20 +417,58 @@ class StoreTransport:
         """Nothing to release."""
 
 
+def _bytes_of(snapshot: Snapshot) -> int:
+    return sum(len(image.order) * (16 + image.values.itemsize * image.values.shape[1]) for _, image in snapshot.parts)
+
+
+class _Body:
+    """A reply's body as a file for Arrow to read from, with our errors. A context manager: afterwards the connection
+    is free for the next request or, if this reply was not read to its end, broken off.
+    """
+
+    closed = False
+
+    def __init__(self, response: Any, what: str) -> None:
+        self._response, self._what = response, what
+        self._is_read = False
+
+    def read(self, size: int = -1) -> bytes:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            data: bytes = self._response.read(None if size < 0 else size)
+        except (HTTPError, OSError) as error:
+            code = "ReplyTruncated" if self._response.status < 300 else code_for_status(self._response.status)
+            what = f"{self._what}: {type(error).__name__}"
+            raise TransportError(code, what, status=self._response.status) from None
+        self._is_read = size < 0 or len(data) < size
+        return data
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if not self._is_read:
+            self._response.close()
+        self._response.release_conn()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class HttpTransport:
     """Control plane through Alibaba's published OpenAPI client, data plane over pooled HTTP connections.
 
-    The published client is imported when a transport is made: it takes most of a second.
+    ``credential`` is asked for one now and at each ``refresh``. The published client is imported when a transport is
+    made: it takes most of a second.
     """
 
     def __init__(
         self,
         *,
-        access_key_id: str,
-        access_key_secret: str,
+        credential: Callable[[], Credential],
         region: str,
         endpoint: str,
-        security_token: str | None,
         username: str,
         password: str,
         read_timeout_s: float = READ_TIMEOUT_S,
@@ -284,31 +476,23 @@ class HttpTransport:
     ) -> None:
         import urllib3
         from alibabacloud_paifeaturestore20230621 import models
-        from alibabacloud_paifeaturestore20230621.client import Client
-        from alibabacloud_tea_openapi.utils_models import Config, GlobalParameters
 
         self._models = models
         self._read_timeout_s = read_timeout_s
+        self._credential = credential
         address, protocol = _split_endpoint(endpoint)
-        self._control = Client(
-            Config(
-                access_key_id=access_key_id,
-                access_key_secret=access_key_secret,
-                security_token=security_token,
-                region_id=region,
-                endpoint=address,
-                protocol=protocol,
-                # The published client sends even loopback requests to HTTP_PROXY. Only another proxy overrides that,
-                # so the fake is named as its own: it understands the absolute form of such requests.
-                http_proxy=f"http://{address}" if _is_loopback(address) and protocol == "HTTP" else None,
-                ca=ca_file,
-                connect_timeout=int(CONNECT_TIMEOUT_S * 1000),
-                read_timeout=int(read_timeout_s * 1000),
-                global_parameters=GlobalParameters(
-                    headers={CLIENT_HEADER: quote(username, safe="")} if username else {}
-                ),
-            )
-        )
+        self._config: dict[str, Any] = {
+            "region_id": region,
+            "endpoint": address,
+            "protocol": protocol,
+            # The published client sends even loopback requests to HTTP_PROXY. Only another proxy overrides that, so
+            # the fake is named as its own: it understands the absolute form of such requests.
+            "http_proxy": f"http://{address}" if _is_loopback(address) and protocol == "HTTP" else None,
+            "ca": ca_file,
+            "connect_timeout": int(CONNECT_TIMEOUT_S * 1000),
+            "read_timeout": int(read_timeout_s * 1000),
+        }
+        self._names = {CLIENT_HEADER: quote(username, safe="")}
         self._pool = urllib3.PoolManager(
             num_pools=4,
             maxsize=POOL_SIZE,
@@ -317,28 +501,35 @@ class HttpTransport:
             timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=read_timeout_s),
         )
         self._login = base64.b64encode(f"{username}:{password}".encode()).decode()
-        instances = self._ask("list_instances", models.ListInstancesRequest(status="Running")).instances or []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """A fresh credential, and with it the instance, and the data plane's address and current token."""
+        from alibabacloud_paifeaturestore20230621.client import Client
+        from alibabacloud_tea_openapi.utils_models import Config, GlobalParameters
+
+        parameters = GlobalParameters(headers=dict(self._names))
+        control = Client(Config(**self._credential()._asdict(), **self._config, global_parameters=parameters))
+        request = self._models.ListInstancesRequest(status="Running")
+        instances = _ask(control, "list_instances", request).instances or []
         if not instances:
             raise TransportError("InstanceNotFound", "the account has no running Feature Store instance")
-        self._instance: str = instances[0].instance_id
+        instance: str = instances[0].instance_id
+        self._featuredb = self._find_featuredb(control, instance)
+        self._control, self._instance = control, instance
         self._project_ids: dict[str, str] = {}
-        self._address, self._token = self._find_featuredb()
 
-    def _find_featuredb(self) -> tuple[str, str]:
+    def _find_featuredb(self, control: Any, instance: str) -> tuple[str, str]:
+        """The data plane's address and token."""
         request = self._models.ListDatasourcesRequest(type="FeatureDB")
-        for row in self._ask("list_datasources", self._instance, request).datasources or []:
-            config = json.loads(row.config)
-            return config["fdb_public_address"].rstrip("/"), config["token"]
-        raise TransportError("DatasourceNotFound", "the instance has no FeatureDB datasource")
+        for row in _ask(control, "list_datasources", instance, request).datasources or []:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                config = json.loads(row.config)
+                return config["fdb_public_address"].rstrip("/"), str(config["token"])
+        raise TransportError("DatasourceNotFound", "the instance has no FeatureDB datasource with address and token")
 
     def _ask(self, action: str, *arguments: Any) -> Any:
-        """One control-plane call: the reply's body."""
-        from Tea.exceptions import TeaException  # the base of all that the published client raises
-
-        try:
-            return getattr(self._control, action)(*arguments).body
-        except TeaException as error:
-            raise _from_openapi(error) from None
+        return _ask(self._control, action, *arguments)
 
     def has_project(self, project: str) -> bool:
         request = self._models.ListProjectsRequest(name=project, page_size=100)
@@ -427,69 +618,85 @@ class HttpTransport:
         )
         self._ask("create_feature_view", self._instance, request)
 
-    def _data(
+    def _open(
         self, method: str, view: ViewSpec, path: str, query: dict[str, Any], body: Any = None, extra: Any = None
-    ) -> Any:
-        """One data-plane call: the urllib3 response of a 200. Raises TransportError."""
-        import urllib3
+    ) -> tuple[Any, _Body]:
+        """One data-plane call: the headers and the body, not yet read, of a 200. Raises TransportError."""
         from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, ReadTimeoutError
 
+        address, token = self._featuredb
         parts = "/".join(quote(part, safe="") for part in (self._instance, view.project, view.name))
         text = "&".join(f"{key}={quote(str(value), safe='')}" for key, value in query.items() if value is not None)
-        url = f"{self._address}/api/v1/tables/{parts}/{path}?{text}"
-        headers = {"Authorization": self._token, "Auth": self._login, **(extra or {})}
+        url = f"{address}/api/v1/tables/{parts}/{path}?{text}"
+        headers = {"Authorization": token, "Auth": self._login, **(extra or {})}
+        what = f"{method} {path}"
         try:
             response = self._pool.request(method, url, body=body, headers=headers, preload_content=False)
         except (NewConnectionError, ConnectTimeoutError) as error:
-            raise TransportError("ConnectFailed", f"{method} {path}: {type(error).__name__}") from None
+            raise TransportError("ConnectFailed", f"{what}: {type(error).__name__}") from None
         except ReadTimeoutError:
-            raise TransportError(
-                "ReadTimeout", f"{method} {path}: no reply within {self._read_timeout_s:g} s"
-            ) from None
+            raise TransportError("ReadTimeout", f"{what}: no reply within {self._read_timeout_s:g} s") from None
         except HTTPError as error:
-            raise TransportError("ConnectionLost", f"{method} {path}: {type(error).__name__}") from None
-        try:
-            data = response.read()
-        except (HTTPError, urllib3.exceptions.IncompleteRead, OSError) as error:
-            code = "ReplyTruncated" if response.status < 300 else code_for_status(response.status)
-            raise TransportError(code, f"{method} {path}: {type(error).__name__}", status=response.status) from None
-        finally:
-            response.release_conn()
-        if response.status != 200:
-            _raise_reply(method, path, response.status, response.headers, data)
-        return response.headers, data
+            raise TransportError("ConnectionLost", f"{what}: {type(error).__name__}") from None
+        reply = _Body(response, what)
+        if response.status == 200:
+            return response.headers, reply
+        with reply:
+            raise _refusal(what, response.status, response.headers, reply.read(REFUSAL_BYTES_MAX))
+
+    def _json(self, *arguments: Any) -> Any:
+        """One data-plane call: the value of "data" in its reply, None without one."""
+        _, reply = self._open(*arguments)
+        with reply:
+            return _in_our_terms(lambda: json.loads(reply.read()).get("data"))
+
+    def _batches(self, *arguments: Any) -> Batches:
+        """One data-plane call: its reply, an Arrow stream, batch by batch."""
+        headers, reply = self._open(*arguments)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.enter_context(reply)
+            reader = _in_our_terms(lambda: pa.ipc.open_stream(pa.PythonFile(reply, mode="r")))
+            on_failure.pop_all()
+
+        def read() -> Iterator[pa.RecordBatch]:
+            with reply:
+                while (batch := _in_our_terms(lambda: next(reader, None))) is not None:
+                    yield batch
+                reply.read(1)  # a reply that breaks off behind its last batch is none
+
+        cursor = headers.get("Next-Ts")
+        return Batches(reader.schema, read(), reply.close, None if cursor is None else int(cursor))
 
     def write_arrow(self, view: ViewSpec, batch: pa.RecordBatch, version: str, ts: int | None) -> None:
         query = {"version": version, "write_mode": "MERGE", "ts": ts}
-        if batch.nbytes <= WINDOW_BYTES:
-            self._data("POST", view, "write_arrow", query, memoryview(to_ipc(batch)))
-        else:
-            length, chunks = to_ipc_windows(batch)
-            self._data("POST", view, "write_arrow", query, chunks, {"Content-Length": str(length)})
+        self._json("POST", view, "write_arrow", query, *_ipc_body(batch))
 
     def write_rows(self, view: ViewSpec, rows: bytes, version: str, ts: int | None) -> None:
-        request: dict[str, Any] = {"content": msgspec.Raw(rows), "write_mode": "MERGE", "version": version}
-        if ts is not None:
-            request["ts"] = ts
-        self._data("POST", view, "write", {}, msgspec.json.encode(request))
+        request = {"write_mode": "MERGE", "version": version, **({} if ts is None else {"ts": ts})}
+        head, tail = msgspec.json.encode(request)[:-1] + b',"content":', b"}"
+        length = len(head) + len(rows) + len(tail)
+        if length <= WINDOW_BYTES:
+            self._json("POST", view, "write", {}, b"".join((head, rows, tail)))
+        else:
+            pieces = itertools.chain((head,), _pieces(rows), (tail,))
+            self._json("POST", view, "write", {}, pieces, {"Content-Length": str(length)})
 
     def lookup(self, view: ViewSpec, version: str, request: pa.RecordBatch) -> pa.Table:
-        _, data = self._data("POST", view, "lookup_arrow", {"version": version}, memoryview(to_ipc(request)))
-        return _table(data)
+        return self._batches("POST", view, "lookup_arrow", {"version": version}, *_ipc_body(request)).read_all()
 
-    def scan(self, view: ViewSpec, version: str) -> pa.Table:
-        _, data = self._data("POST", view, "snapshots", {"version": version})
-        snapshot_id = json.loads(data)["data"]["snapshot_id"]
-        _, data = self._data("GET", view, f"snapshots/{snapshot_id}/scan", {})
-        return _table(data)
+    def scan(self, view: ViewSpec, version: str) -> Batches:
+        snapshot = self._json("POST", view, "snapshots", {"version": version})
+        return self._batches("GET", view, f"snapshots/{snapshot['snapshot_id']}/scan", {})
 
-    def changes(self, view: ViewSpec, version: str, ts: int) -> tuple[pa.Table, int]:
-        headers, data = self._data("GET", view, "iterate_get_kv", {"version": version, "ts": ts})
-        return _table(data), int(headers["Next-Ts"])
+    def changes(self, view: ViewSpec, version: str, ts: int) -> Batches:
+        found = self._batches("GET", view, "iterate_get_kv", {"version": version, "ts": ts})
+        if found.next_ts is None:
+            found.close()
+            raise TransportError("ReplyTruncated", "the reply has no Next-Ts", status=200)
+        return found
 
     def high_water_ts(self, view: ViewSpec, version: str) -> int:
-        _, data = self._data("GET", view, "high_water_ts", {"version": version})
-        return int(json.loads(data)["data"]["ts"])
+        return int(self._json("GET", view, "high_water_ts", {"version": version})["ts"])
 
     def close(self) -> None:
         self._pool.clear()
@@ -507,30 +714,42 @@ def _is_loopback(address: str) -> bool:
     return address.rsplit(":", 1)[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
 
 
-def _table(data: bytes) -> pa.Table:
+T = TypeVar("T")
+
+
+def _in_our_terms(read: Callable[[], T]) -> T:
     try:
-        return pa.ipc.open_stream(pa.py_buffer(data)).read_all()
-    except (pa.ArrowException, OSError) as error:
-        raise TransportError(
-            "ReplyTruncated", f"the reply is no complete Arrow stream ({type(error).__name__})"
-        ) from None
+        return read()
+    except (pa.ArrowException, OSError, ValueError, AttributeError) as error:
+        what = f"the reply is not, or not all of, what this route sends ({type(error).__name__})"
+        raise TransportError("ReplyTruncated", what, status=200) from None
 
 
-def _raise_reply(method: str, path: str, status: int, headers: Any, data: bytes) -> NoReturn:
+def _ask(control: Any, action: str, *arguments: Any) -> Any:
+    """One control-plane call: the reply's body."""
+    from Tea.exceptions import TeaException  # the base of all that the published client raises
+
+    try:
+        return getattr(control, action)(*arguments).body
+    except TeaException as error:
+        raise _from_openapi(error) from None
+
+
+def _refusal(what: str, status: int, headers: Any, data: bytes) -> TransportError:
     try:
         reply = json.loads(data)
         code, message = str(reply["Code"]), str(reply["Message"])
     except (ValueError, KeyError, TypeError):
         reply, code, message = {}, code_for_status(status), "the reply holds no Code and Message"
     try:
-        retry_after_s = float(headers["Retry-After"]) if "Retry-After" in headers else None
-    except ValueError:
-        retry_after_s = None
-    raise TransportError(
+        wait_s = float(headers.get("Retry-After", "nan"))
+    except ValueError:  # a date: not what this service sends
+        wait_s = math.nan
+    return TransportError(
         code,
-        f"{method} {path}: {message} (request {reply.get('RequestId', 'unknown')})",
+        f"{what}: {message} (request {reply.get('RequestId', 'unknown')})",
         status=status,
-        retry_after_s=retry_after_s,
+        retry_after_s=wait_s if 0 <= wait_s < math.inf else None,
         rows_failed=reply.get("RowsFailed"),
     )
 

@@ -31,7 +31,7 @@ def test_bare_statuses_map_to_rows_of_the_same_verdict() -> None:
     for status in range(400, 600):
         row = ERRORS[code_for_status(status)]
         assert row.applied == ("unknown" if status >= 500 else "no")
-        assert row.retriable == (status >= 500 or status in (408, 429))
+        assert row.retriable == (status >= 500 or status in (401, 408, 429))
 
 
 def test_the_tree_in_the_docstring_names_every_class() -> None:
