@@ -52,7 +52,7 @@ class Report(msgspec.Struct):
     rows: int
     compared: int = 0
     maybe_expired: int = 0  # of MISSING: so old that the store need not have them any more
-    verdicts: dict[str, int] = {}
+    verdicts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))
     examples: list[dict[str, Any]] = []
 
     @property
