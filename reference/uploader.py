@@ -112,11 +112,12 @@ class Uploader:
         # A write larger than the SDK's batch would be split there, and its summary would count other batches than ours.
         self._batch_size = min(settings.batch_size, int(getattr(view, "_batch_size", settings.batch_size)))
         self._random = random.Random(rank)
-        self._changed = threading.Condition()  # guards everything below
+        # Guards everything below. A signal handler gets in all the same: iterate over copies, look once at what changes.
+        self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # not acknowledged; the first one is being sent
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._open = self._abandoned = self._expired = False
+        self._open = self._working = self._abandoned = self._expired = False
         self._call: tuple[str, float] | None = None  # what the thread is waiting for, and since when
         self._ts_last = self._submitted = 0
         self.acknowledged_step: int | None = None
@@ -128,11 +129,13 @@ class Uploader:
         """Read the store's high-water mark, then start the thread.
 
         Raises:
-            UploadError: the mark cannot be read, and without it old rows could win.
+            UploadError: the mark cannot be read, and without it old rows could win. Or it was started or closed before.
         """
+        if self._thread is not None or self._abandoned:
+            raise self._error("an uploader starts once; make a new one")
         self.catch_up()
         self._thread = threading.Thread(target=self._work, name=f"deltaproof-upload-{self._rank}", daemon=True)
-        self._open = True
+        self._open = self._working = True
         self._thread.start()
 
     def submit(self, step: int, table: pa.Table) -> None:
@@ -161,25 +164,24 @@ class Uploader:
     def pending_steps(self) -> tuple[int, ...]:
         """Steps submitted and not acknowledged, in order; one entry per submission."""
         with self._changed:
-            return tuple(job.step for job in self._jobs)
+            return tuple(job.step for job in list(self._jobs))
 
     def pending(self) -> list[tuple[int, pa.Table]]:
         """Step and delta of every submission that is not acknowledged, in order. What is in flight is among them."""
         with self._changed:
-            return [(job.step, job.table) for job in self._jobs]
+            return [(job.step, job.table) for job in list(self._jobs)]
 
     def metrics(self) -> dict[str, int | float]:
         """Numbers of this moment under OpenMetrics names; `metrics.py` says what each means."""
         with self._changed:
-            first, last = (self._jobs[0], self._jobs[-1]) if self._jobs else (None, None)
-            before = self.acknowledged_step
-            if first and before is None:
-                before = first.step - 1
+            jobs, before = list(self._jobs), self.acknowledged_step
+            if jobs and before is None:
+                before = jobs[0].step - 1
             return {f"deltaproof_{name}_total": count for name, count in self.counters.items()} | {
-                "deltaproof_queue_steps": len(self._jobs),
-                "deltaproof_queue_bytes": sum(job.bytes for job in self._jobs),
-                "deltaproof_lag_steps": last.step - (before or 0) if last else 0,
-                "deltaproof_lag_seconds": time.monotonic() - first.queued_s if first else 0.0,
+                "deltaproof_queue_steps": len(jobs),
+                "deltaproof_queue_bytes": sum(job.bytes for job in jobs),
+                "deltaproof_lag_steps": jobs[-1].step - (before or 0) if jobs else 0,
+                "deltaproof_lag_seconds": time.monotonic() - jobs[0].queued_s if jobs else 0.0,
             }
 
     @property
@@ -263,21 +265,21 @@ class Uploader:
 
     def _has_room(self, job: _Job) -> bool:
         """Within both bounds; a delta larger than the byte bound may enter alone."""
-        pending_bytes = sum(pending.bytes for pending in self._jobs)
-        return not self._jobs or (
-            len(self._jobs) < self._settings.queue_steps_max
-            and pending_bytes + job.bytes <= self._settings.queue_bytes_max
+        jobs = list(self._jobs)
+        pending_bytes = sum(pending.bytes for pending in jobs)
+        return not jobs or (
+            len(jobs) < self._settings.queue_steps_max and pending_bytes + job.bytes <= self._settings.queue_bytes_max
         )
 
     def _wait(self, deadline_s: float = math.inf) -> None:
         """Wait for the thread to report, but wake in time to notice a call that hangs."""
-        began_s = time.monotonic() if self._call is None else self._call[1]
+        _, began_s = self._call or ("", time.monotonic())
         until_s = min(deadline_s, began_s + self._settings.flush_timeout_s)
         self._changed.wait(min(max(0.001, until_s - time.monotonic()), WAIT_S_MAX))
 
     def _raise_failure(self, refused: _Job | None = None) -> None:
-        if self._failure is None and self._call is not None:
-            what, began_s = self._call
+        if self._failure is None and (call := self._call) is not None:
+            what, began_s = call
             if (hung_s := time.monotonic() - began_s) >= self._settings.flush_timeout_s:
                 self._failure = f"{what} has not returned for {hung_s:.1f} s"
         if self._failure is not None:
@@ -290,12 +292,20 @@ class Uploader:
         return UploadError(what, rank=self._rank, rows=rows, unacknowledged=steps, spilled=spilled)
 
     def _stop(self) -> None:
+        """Have the thread end, and wait for that unless it hangs in a call, which can only be left behind.
+
+        By the condition, not by `join`: a signal handler may have interrupted a frame that holds the lock, and only
+        a wait lets go of it altogether.
+        """
+        deadline_s = time.monotonic() + self._settings.flush_timeout_s
         with self._changed:
             self._open, self._abandoned = False, True
             self._changed.notify_all()
-            in_call = self._call is not None
-        if self._thread is not None and not in_call:  # a hung call of the SDK cannot be interrupted, only left behind
-            self._thread.join(self._settings.flush_timeout_s)
+            while self._working and self._call is None and time.monotonic() < deadline_s:
+                self._changed.wait(WAIT_S_MAX)
+            ended = not self._working
+        if self._thread is not None and ended:
+            self._thread.join()
 
     # -- the background thread's side ----------------------------------------------------------------------------------
 
@@ -308,6 +318,9 @@ class Uploader:
                 self._spill_rest()
             else:
                 self._acknowledge(job)
+        with self._changed:
+            self._working = False
+            self._changed.notify_all()
 
     def _next_job(self) -> _Job | None:
         with self._changed:
@@ -420,7 +433,7 @@ class Uploader:
         """Spill what will not be sent, each job once, with the ts that it would have had."""
         while (spill := self._spill) is not None:
             with self._changed:
-                job = next((job for job in self._jobs if job.spill == "no"), None)
+                job = next((job for job in list(self._jobs) if job.spill == "no"), None)
                 if job is None:
                     return
                 job.spill, stamps = "begun", self._stamps(job)

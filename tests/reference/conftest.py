@@ -46,7 +46,7 @@ class ScriptedView:
 
     Entries: "ok"; "lost" (nothing stored, one retriable error); "half" (every second batch stored); "silent-half" (the
     same, but the summary names no error); "unseen" (all stored, then the connection breaks); "fatal" (403);
-    "write-breaks" (a write raises, the rest is stored); a callable is called with the view and returns one of these.
+    "expired" (401); "write-breaks" (a write raises, the rest is stored); a callable is called with the view and returns one of these.
     """
 
     pk_field, sk_field, embedding_field = "embedding_name", "key_id", "embedding"
@@ -102,6 +102,7 @@ class ScriptedView:
             "lost": [SdkError("busy", status=503, retriable=True, retry_after_s=0.0)],
             "half": [SdkError("some rows failed", status=207, retriable=True)],
             "fatal": [SdkError("no access", status=403, retriable=False)],
+            "expired": [SdkError("InvalidToken: no longer", status=401, retriable=False)],
         }
         return {
             "total_batches": len(batches),
