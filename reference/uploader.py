@@ -112,7 +112,7 @@ class Uploader:
         # A write larger than the SDK's batch would be split there, and its summary would count other batches than ours.
         self._batch_size = min(settings.batch_size, int(getattr(view, "_batch_size", settings.batch_size)))
         self._random = random.Random(rank)
-        # Guards everything below. A signal handler gets in all the same: iterate over copies, look once at what changes.
+        # Guards everything below. A signal handler gets in all the same: iterate over copies, look once at a thing.
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # not acknowledged; the first one is being sent
         self._thread: threading.Thread | None = None

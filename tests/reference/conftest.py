@@ -45,8 +45,9 @@ class ScriptedView:
     """A view that answers each flush by the next entry of `script` ("ok" when it is used up), and keeps what it stored.
 
     Entries: "ok"; "lost" (nothing stored, one retriable error); "half" (every second batch stored); "silent-half" (the
-    same, but the summary names no error); "unseen" (all stored, then the connection breaks); "fatal" (403);
-    "expired" (401); "write-breaks" (a write raises, the rest is stored); a callable is called with the view and returns one of these.
+    same, but the summary names no error); "unseen" (all stored, then the connection breaks); "fatal" (403); "expired"
+    (401); "write-breaks" (a write raises, the rest is stored); a callable is called with the view and returns one of
+    these.
     """
 
     pk_field, sk_field, embedding_field = "embedding_name", "key_id", "embedding"
