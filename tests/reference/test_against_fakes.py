@@ -17,7 +17,8 @@ import pytest
 from deltaproof.fakes.feature_store_py import FeatureStoreClient
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import DelayFault, PartialFault, ResetFault, StatusFault
-from deltaproof.reference.publisher import Publisher
+from deltaproof.reference.delta import quantise
+from deltaproof.reference.publisher import Publisher, PublisherError
 from deltaproof.reference.uploader import UploadError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
@@ -80,6 +81,22 @@ def test_the_store_ends_equal_to_the_model_whatever_it_answered(
         publisher.finish(12)
     assert server.faults()[0].fired == fault.count
     assert stored(server) == {key: source.weights[T][key].tolist() for key in range(1, 60)}
+
+
+@pytest.mark.parametrize("upload_format", ["arrow", "json"])
+def test_int8_rows_reach_the_store_as_they_were_quantised(
+    kit: Any, server: FeatureStoreServer, upload_format: str
+) -> None:
+    source, publisher = publisher_on(kit, server, upload_format=upload_format, embedding_type="int8")
+    with publisher:
+        publisher.start()
+        train(source, publisher, 12)
+        publisher.finish(12)
+    held = source.weights[T][1:]
+    assert stored(server) == dict(enumerate(quantise(held).tolist(), start=1))
+    _, other = publisher_on(kit, server)
+    with pytest.raises(PublisherError, match=r"holds ARRAY<UINT8>, these rows are float32"):
+        other.start()
 
 
 def test_a_refused_login_ends_the_job_with_the_steps_named(kit: Any, server: FeatureStoreServer) -> None:
