@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from .contract import Collection
-from .delta import DeltaError, Keys, Mask, Rows, make_delta
+from .delta import DeltaError, Keys, Mask, Rows, make_delta, unique
 from .settings import Settings
 
 DATA_PARALLEL = "data_parallel"
@@ -189,7 +189,7 @@ def merge_keys(*several: Mapping[str, Keys]) -> dict[str, Keys]:
     for keys_of in several:
         for fqn, keys in keys_of.items():
             parts.setdefault(fqn, []).append(keys)
-    return {fqn: each[0] if len(each) == 1 else np.unique(np.concatenate(each)) for fqn, each in parts.items()}
+    return {fqn: each[0] if len(each) == 1 else unique(np.concatenate(each)) for fqn, each in parts.items()}
 
 
 def keys_of(table: pa.Table, name: str = "table_fqn", key: str = "key_id") -> dict[str, Keys]:
@@ -200,4 +200,4 @@ def keys_of(table: pa.Table, name: str = "table_fqn", key: str = "key_id") -> di
         codes = coded.indices.to_numpy()
         for code, each in enumerate(coded.dictionary.to_pylist()):
             parts.setdefault(each, []).append(keys[codes == code])
-    return {each: np.unique(np.concatenate(part)) for each, part in parts.items()}
+    return {each: unique(np.concatenate(part)) for each, part in parts.items()}

@@ -17,6 +17,7 @@ from deltaproof.reference.delta import (
     constant,
     make_delta,
     quantise,
+    unique,
     validate,
 )
 
@@ -50,6 +51,18 @@ def test_every_key_and_every_bit_of_a_row_survives(keys: list[int], dim: int, da
     assert back["key_id"].to_pylist() == keys
     assert back["embedding"].combine_chunks().flatten().to_numpy().tobytes() == rows.tobytes()
     assert set(back["table_fqn"].to_pylist()) <= {FQN}
+
+
+@given(
+    arrays(np.int64, st.integers(0, 40), elements=st.one_of(st.integers(-3, 12), st.integers(-(2**63), 2**63 - 1))),
+    st.sampled_from([0, 1, 9, 13, 10**6]),
+)
+def test_unique_keys_are_those_of_a_set_in_order(keys: np.ndarray, rows: int) -> None:
+    for some in (keys, keys[(keys >= 0) & (keys < rows)]):
+        before = some.copy()
+        assert unique(some, rows).tolist() == sorted(set(some.tolist()))
+        assert unique(some, rows).dtype == np.int64
+        assert some.tolist() == before.tolist()
 
 
 def test_keys_and_rows_are_not_copied() -> None:
