@@ -12,11 +12,12 @@ from typing import Any, Self
 
 from .connect import connect
 from .contract import ContractError, TableRef, embedding_names
-from .delta import Keys
+from .delta import DeltaError, Keys
 from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
 from .errors import PublisherError
 from .restart import RankState, Restart, join, pack
 from .settings import Settings
+from .shards import Files, ShardWriter, State
 from .uploader import Uploader, UploadError
 
 __all__ = ["Publisher", "PublisherError", "connect"]
@@ -99,7 +100,8 @@ class Publisher:
         if error is not None:
             raise error
         self._view = self._open_view()
-        dims = {fqn: info.dim for fqn, info in self._tables.items()}
+        retain = self._shards(self._settings.retain, "acknowledged")
+        spill = self._shards(self._settings.spill, "spilled")
         self._uploader = Uploader(
             self._view,
             self._settings,
@@ -107,10 +109,14 @@ class Publisher:
             self._world_size,
             self._clock,
             names=self._names,
-            dims=dims,
+            dims={fqn: info.dim for fqn, info in self._tables.items()},
             reconnect=None if self._connect is None else self._reopen_view,
+            retain=retain,
+            spill=spill,
         )
         self._uploader.start()
+        if spill is not None:
+            self._uploader.catch_up(spill.ts_floor())
         self._dumper.discard()
         if self._restart is not None:
             self._begin_restart(self._uploader, self._restart)
@@ -250,8 +256,8 @@ class Publisher:
         if table is not None:
             try:
                 self._running().submit(step, table)
-            except BaseException:
-                self._dumper.track(keys_of(table))  # not queued: a state made after this must still name its rows
+            except DeltaError:
+                self._dumper.track(keys_of(table))  # refused, so it is not pending: a state must still name its rows
                 raise
         self._repairing = False
 
@@ -304,6 +310,15 @@ class Publisher:
         if foreign and self._rank == 0:
             log.warning("rows of tables that this model has not stay in the store as they are: %s", foreign)
         return {fqns[name]: keys for name, keys in found.items() if name in fqns}
+
+    def _shards(self, where: str | None, state: State) -> ShardWriter | None:
+        """Keeps deltas under this generation's name."""
+        if where is None or self.generation is None:
+            return None
+        files, settings = Files(where), self._settings
+        return ShardWriter(
+            files, settings, self._rank, self._world_size, self.generation, names=self._names, state=state
+        )
 
     def _new_generation(self) -> str:
         return f"{int(self._clock.time() * 1000):013d}-{uuid.uuid4().hex[:8]}"

@@ -43,6 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shard_count: int = 1
     replication_count: int = 1
     restart: Literal["repair", "pending-only"] = "repair"  # the second: for an SDK that cannot list changed rows
+    retain: str | None = None  # folder or s3://BUCKET/PREFIX that gets a copy of every acknowledged delta
+    spill: str | None = None  # the same for what could not be delivered: `deltaproof resend`
     settle_s: float = 2.0  # a restart waits this long for the last requests of the job before it
 
     def __post_init__(self) -> None:
