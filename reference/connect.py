@@ -14,7 +14,7 @@ from typing import Any
 from .errors import PublisherError, is_expired, is_retriable, redact, remember
 from .settings import Settings
 
-CHAIN_TEXT_MAX = 1000  # the chain says of each source why it had nothing, and the one that counts comes last
+CHAIN_TEXT_MAX = 200
 _REPLY = re.compile(r"(?s)\bresult: .*")  # the chain quotes replies whole, live tokens included
 
 
@@ -34,50 +34,53 @@ def connect(settings: Settings) -> Any:
                 "install Alibaba's SDK or, for the fake store, call deltaproof.fakes.feature_store_py.install() first"
             )
         raise PublisherError(f"{error.name} is not installed, and is needed to reach the store: {remedy}") from error
-    username, password = os.environ.get("FEATUREDB_USERNAME"), os.environ.get("FEATUREDB_PASSWORD")
-    failure: PublisherError  # raised outside of the handlers: an error that quotes a secret must not hang on as context
+    made = _make(CredentialClient, FeatureStoreClient, settings)
+    if isinstance(made, PublisherError):  # raised from here: no secret stands in a frame or context of it
+        raise made
+    return made
+
+
+def _make(credential_client: Any, store_client: Any, settings: Settings) -> Any:
+    """A client, or the PublisherError that says why there is none."""
     try:
         with _discreet():
-            credential = CredentialClient().get_credential()
+            credential = credential_client().get_credential()
     except Exception as error:
-        what = f"no credential in alibabacloud_credentials' default chain: {_said(f'{type(error).__name__}: {error}')}"
-        failure = PublisherError(what, retriable=True)
-    else:
-        remember(credential.access_key_id, credential.access_key_secret, credential.security_token, password)
-        remember(base64.b64encode(f"{username}:{password}".encode()).decode())
-        try:
-            return FeatureStoreClient(
-                access_key_id=credential.access_key_id,
-                access_key_secret=credential.access_key_secret,
-                region=settings.region,
-                endpoint=settings.endpoint,
-                security_token=credential.security_token,
-                featuredb_username=username,
-                featuredb_password=password,
-            )
-        except Exception as error:
-            what = f"no client could be made: {type(error).__name__}: {redact(error)}"
-            failure = PublisherError(what, retriable=is_retriable(error) or is_expired(error))
-    raise failure
+        return PublisherError(f"no credential in the default chain: {_said(error)}", retriable=True)
+    username, password = os.environ.get("FEATUREDB_USERNAME"), os.environ.get("FEATUREDB_PASSWORD")
+    login = base64.b64encode(f"{username}:{password}".encode()).decode()
+    remember(credential.access_key_id, credential.access_key_secret, credential.security_token, password, login)
+    try:
+        return store_client(
+            access_key_id=credential.access_key_id,
+            access_key_secret=credential.access_key_secret,
+            region=settings.region,
+            endpoint=settings.endpoint,
+            security_token=credential.security_token,
+            featuredb_username=username,
+            featuredb_password=password,
+        )
+    except Exception as error:
+        what = f"no client could be made: {type(error).__name__}: {redact(error)}"
+        return PublisherError(what, retriable=is_retriable(error) or is_expired(error))
 
 
-def _said(text: str) -> str:
-    """What the credential package says, without the replies it quotes."""
-    return redact(_REPLY.sub("result: [redacted]", text), CHAIN_TEXT_MAX)
+def _said(error: Exception) -> str:
+    """What the chain says, without the replies it quotes, and of many sources the last: the endpoint comes last."""
+    text = redact(_REPLY.sub("result: [redacted]", str(error)), length_max=10_000)
+    return f"{type(error).__name__}: " + (text if len(text) <= CHAIN_TEXT_MAX else "…" + text[-CHAIN_TEXT_MAX:])
 
 
 @contextlib.contextmanager
 def _discreet() -> Iterator[None]:
-    """Rewrite what the credential package logs in this thread meanwhile: it logs the errors that quote replies."""
+    """Drop what the credential package logs in this thread meanwhile: it logs the errors that quote replies."""
     logger, ours = logging.getLogger("credentials"), threading.get_ident()
 
-    def rewrite(record: logging.LogRecord) -> bool:
-        if record.thread == ours:
-            record.msg, record.args, record.exc_info = _said(record.getMessage()), None, None
-        return True
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != ours
 
-    logger.addFilter(rewrite)
+    logger.addFilter(is_of_another_thread)
     try:
         yield
     finally:
-        logger.removeFilter(rewrite)
+        logger.removeFilter(is_of_another_thread)

@@ -22,9 +22,9 @@ TEXT_MAX = 300
 PREFIX = 8  # characters of a longer secret by which it is known when somebody cut it off
 _remembered: deque[str] = deque(maxlen=64)  # of this process: tokens come and go, the last few may still be quoted
 
-_LABELLED = re.compile(
-    r"(?i)(\b(?:auth|authorization|signature|\w*(?:token|password|secret|access_?key_?id))\b\W{0,4}[:=]\W{0,4})"
-    r"(?:\w[\w-]* )?[^\s,;]+"
+_LABELLED = re.compile(  # not "InvalidToken: …", which is a code
+    r"(?i)(\b(?!invalid|missing|expired)(?:auth|authorization|signature|\w*(?:token|password|secret|access_?key_?id))\b"
+    r"\W{0,4}[:=]\W{0,4})(?:\w[\w-]* )?[^\s,;]+"
 )
 _IN_URL = re.compile(r"(\w://)[^\s/?#@]*@|(\w://[^\s?#\"']*\?)[^\s\"'#]+")
 _STATUS = re.compile(r"\b[45]\d\d\b(?! (?:rows|records|batches|bytes|ms)\b)")

@@ -195,12 +195,15 @@ class Uploader:
         Raises:
             UploadError: the mark cannot be read.
         """
+        failure = None
         try:
-            mark = max(ts, self._persist("the store's greatest ts", self._high_water_ts))
+            ts = max(ts, self._persist("the store's greatest ts", self._high_water_ts))
         except AttemptError as error:
-            raise self._error(f"the store's greatest ts cannot be read: {error}") from None
+            failure = self._error(f"the store's greatest ts cannot be read: {error}")
+        if failure is not None:  # raised from here, so that it drags no other error along
+            raise failure
         with self._changed:
-            self._ts_last = max(self._ts_last, mark)
+            self._ts_last = max(self._ts_last, ts)
 
     def watermark_ms(self) -> int:
         """A ts above which all rows to come will be; no row of this uploader had a greater one so far.

@@ -398,33 +398,6 @@ def test_an_error_nobody_foresaw_reaches_the_training_thread(kit: Any, run: Any,
         uploader.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "retriable"),
-    [
-        (("x", {"retriable": True, "status": 403}), True),
-        (("x", {"retriable": False, "status": 503}), False),
-        (("x", {"status": 500}), True),
-        (("x", {"status": 429}), True),
-        (("x", {"status": 408}), True),
-        (("x", {"status": 403}), False),
-        (("x", {"status": 401}), False),
-        (("HTTP 503 from the store", {}), True),
-        (("HTTP 403 from the store", {}), False),
-        (("lost 12345 bytes", {}), True),
-        (ConnectionResetError(), True),
-        (TimeoutError(), True),
-        (RuntimeError("?"), True),
-        (PermissionError(), False),
-        (pa.ArrowInvalid("schema"), False),
-        (TypeError(), False),
-        (KeyError("pk"), False),
-    ],
-)
-def test_errors_are_told_apart(kit: Any, error: Any, retriable: bool) -> None:
-    said = kit.error(error[0], **error[1]) if isinstance(error, tuple) else error
-    assert Uploader(kit.view(), kit.settings(), 0, 1)._is_retriable(said) is retriable
-
-
 def test_waits_grow_stay_bounded_and_respect_retry_after(kit: Any) -> None:
     uploader = Uploader(
         kit.view(), kit.settings(retry_delay_ms_min=100, retry_delay_ms_max=5000, flush_timeout_s=60.0), 0, 1
@@ -453,28 +426,6 @@ def test_the_longest_retry_after_of_a_flush_is_the_one_kept(kit: Any, run: Any, 
     uploader.submit(1, kit.delta(1, [1]))
     uploader.close()
     assert paused == [0.03]
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("the token expired", "the token expired"),
-        ("Authorization: Bearer abc123, next", "Authorization: [redacted], next"),
-        ("Auth: dXNlcjpwYXNz", "Auth: [redacted]"),
-        ('{"security_token": "abc"}', '{"security_token": "[redacted]'),
-        ("Signature=0a1b; x=1", "Signature=[redacted]; x=1"),
-        ("an authority: none", "an authority: none"),
-    ],
-)
-def test_what_a_telling_label_names_is_redacted(text: str, left: str) -> None:
-    assert Uploader._redact(text) == left
-
-
-def test_short_secrets_do_not_tear_words_apart(monkeypatch: Any) -> None:
-    monkeypatch.setenv("FEATUREDB_PASSWORD", "any")
-    assert Uploader._redact("many companies") == "many companies"
-    assert len(Uploader._redact("y" * 999)) == 301
-    assert Uploader._redact(TimeoutError()) == "TimeoutError"
 
 
 def test_no_credential_is_repeated_in_an_error(kit: Any, run: Any, monkeypatch: Any, caplog: Any) -> None:
