@@ -1,7 +1,11 @@
+import ipaddress
 from typing import Any
 
 import msgspec
 import pytest
+import urllib3
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deltaproof.reference.settings import Settings
 
@@ -27,6 +31,7 @@ def test_settings_survive_json() -> None:
         ({"every_steps": None, "every_minutes": 0.0}, "setting every_minutes is 0.0"),
         ({"every_steps": None, "every_minutes": float("nan")}, "setting every_minutes is nan"),
         ({"flush_timeout_s": float("inf")}, "setting flush_timeout_s"),
+        ({"progress_s": 0.0}, "setting progress_s"),
         ({"close_timeout_s": -1.0}, "setting close_timeout_s"),
         ({"batch_size": 0}, "setting batch_size"),
         ({"max_workers": 0}, "setting max_workers"),
@@ -47,3 +52,85 @@ def test_a_wrong_setting_is_named_when_the_settings_are_made(change: dict[str, A
 def test_unknown_settings_in_json_are_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="every_step"):
         msgspec.json.decode(b'{"project":"p","view":"v","version":"v1","every_step":5}', type=Settings)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        None,
+        "127.0.0.1:8080",
+        "paifeaturestore.cn-hangzhou.aliyuncs.com",
+        "https://paifeaturestore.cn-hangzhou.aliyuncs.com",
+        "HTTPS://host:443/",
+        "http://127.0.0.1:8080",
+        "http://127.8.9.1",
+        "http://localhost:1",
+        "http://[::1]:8080",
+        "[2001:db8::1]:443",
+    ],
+)
+def test_an_endpoint_over_https_or_on_this_machine_is_accepted(endpoint: str | None) -> None:
+    assert Settings(**GOOD, endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://paifeaturestore.cn-hangzhou.aliyuncs.com",
+        "HTTP://10.0.0.7:80",
+        "http://127.0.0.1.evil.example",
+        "http://localhost.evil.example",
+        "http://0.0.0.0:80",
+        "http://[2001:db8::1]:80",
+        "http://[::ffff:10.0.0.7]",
+        "ftp://host",
+    ],
+)
+def test_credentials_never_travel_in_clear_text_to_another_machine(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="would get the credentials in clear text, use https://"):
+        Settings(**GOOD, endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        " ",
+        "https://",
+        "//host",
+        "https:/host",
+        "https://host/path-hunter2",
+        "https://user:hunter2@host",
+        "http://user:hunter2@127.0.0.1",
+        "http://127.0.0.1\\@evil.example",
+        "http://127.0.0.1\n.evil.example",
+        "http://127.0.0.1#@evil.example/hunter2",
+        "https://host?token=hunter2",
+        "host:port",
+        "::1",
+        "http://\uff4cocalhost:1",
+    ],
+)
+def test_what_is_no_host_is_refused_and_not_repeated(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="setting endpoint is not host, host:port or https://host:port") as caught:
+        Settings(**GOOD, endpoint=endpoint)
+    assert "hunter2" not in str(caught.value)
+
+
+@given(st.text(max_size=30))
+def test_http_to_anything_but_loopback_is_always_refused(text: str) -> None:
+    """Whatever parses the URL later (here urllib3, which the SDKs use) must not find another host behind it."""
+    try:
+        endpoint = Settings(**GOOD, endpoint=f"http://{text}").endpoint
+    except ValueError:
+        return
+    host = urllib3.util.parse_url(str(endpoint)).host
+    assert host is not None
+    assert host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+
+
+def test_settings_changed_later_are_checked_again() -> None:
+    with pytest.raises(ValueError, match="clear text"):
+        msgspec.structs.replace(Settings(**GOOD), endpoint="http://10.0.0.7")
+    with pytest.raises(msgspec.ValidationError, match="clear text"):
+        msgspec.convert({**GOOD, "endpoint": "http://10.0.0.7"}, Settings)
