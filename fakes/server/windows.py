@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..errors import BodyTooLarge
+from ..errors import BodyTooLarge, SchemaMismatch
 from ..store import SCAN_ROWS_MAX, Snapshot, Store, ViewSpec
 
 REPLY_BYTES_MAX: Final = 64 * 2**20  # of a lookup, as Arrow counts them
@@ -43,10 +43,14 @@ def check_reply(size: int) -> None:
 
 def lookup(store: Store, spec: ViewSpec, version: str, pk: pa.StringArray, sk: pa.Int64Array) -> pa.Table:
     """``Store.lookup``, of the same rows. Raises BodyTooLarge when they amount to more than ``REPLY_BYTES_MAX``,
-    without ever holding more of them than are stored.
+    without ever holding more of them than are stored; SchemaMismatch for columns of other types, or nulls.
     """
-    if pk.type != pa.string() or sk.type != pa.int64() or len(pk) != len(sk) or pk.null_count or sk.null_count:
-        return store.lookup(spec.project, spec.name, version, pk, sk)  # which refuses it
+    for name, column, want in (("pk", pk, pa.string()), ("sk", sk, pa.int64())):
+        if column.type != want:
+            raise SchemaMismatch(f"lookup: column {name} is {column.type}, want {want}")
+        if column.null_count:
+            row = pc.index(column.is_null(), True).as_py()
+            raise SchemaMismatch(f"lookup: column {name} is null in row {row}")
     if len(np.unique(sk)) == len(sk):  # the usual case: nothing is asked for twice
         return _find(store, spec, version, pk, sk)
     asked = pa.table({"pk": pk, "sk": sk, "row": np.arange(len(sk))})

@@ -23,6 +23,7 @@ ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 _RECORD_BATCH: Final = 3  # MessageHeader union (Arrow format, Message.fbs)
 BATCHES_MAX: Final = 10_000  # of an Arrow stream: each costs some KiB, whatever it holds
 JSON_WINDOW_BYTES: Final = 2**20
+_NUMBERS_MAX: Final = 2**16  # at a time as Python objects
 _STRING_OR_BRACE: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}]', re.DOTALL)
 _COMMA: Final = re.compile(b",")
 _BETWEEN: Final = b" \t\r\n,["  # rows, or numbers
@@ -216,19 +217,23 @@ def _window_to_batch(window: Any, before: int, spec: ViewSpec) -> pa.RecordBatch
         found = _ROW_PLACE.fullmatch(str(error))
         where = f"{found[1]} (row {before + int(found[2])} {found[3]}".rstrip() + ")" if found else str(error)
         raise SchemaMismatch(f"{where}; want objects with exactly {spec.pk}, {spec.sk} and {spec.value}") from None
-    numbers = [np.empty(0, spec.value_type)]
+    parts, numbers = [], []
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    for at, row in enumerate(rows):
-        where = f"content, row {before + at}"
-        if not -(2**63) <= row.sk < 2**63:
-            raise SchemaMismatch(f"{where}: {spec.sk} is no int64")
-        offsets[at + 1] = offsets[at]
-        for part in _number_windows(memoryview(row.value)):
-            decoded = _decoded(_NUMBERS[spec.value_type], part, f"{where}: {spec.value}", SchemaMismatch)
-            with np.errstate(over="ignore"):  # 1e39 becomes infinity, which the store refuses by name
-                numbers.append(np.array(decoded, dtype=spec.value_type))
-            offsets[at + 1] += len(decoded)
-    embedding = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(numbers)))
+    with np.errstate(over="ignore"):  # 1e39 becomes infinity, which the store refuses by name
+        for at, row in enumerate(rows):
+            where = f"content, row {before + at}"
+            if not -(2**63) <= row.sk < 2**63:
+                raise SchemaMismatch(f"{where}: {spec.sk} is no int64")
+            offsets[at + 1] = offsets[at]
+            for text in _number_windows(memoryview(row.value)):
+                decoded = _decoded(_NUMBERS[spec.value_type], text, f"{where}: {spec.value}", SchemaMismatch)
+                offsets[at + 1] += len(decoded)
+                numbers += decoded
+                if len(numbers) >= _NUMBERS_MAX:
+                    parts.append(np.array(numbers, dtype=spec.value_type))
+                    numbers.clear()
+        parts.append(np.array(numbers, dtype=spec.value_type))
+    embedding = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(parts)))
     columns = [
         pa.array([row.pk for row in rows], pa.string()),
         pa.array([row.sk for row in rows], pa.int64()),
