@@ -131,7 +131,6 @@ def test_an_sdk_without_a_high_water_mark_falls_back_to_the_wall_clock(kit: Any,
 CLOCKS = st.lists(st.floats(0, 2e9) | st.integers(0, 3), min_size=1, max_size=12)
 ANSWERS = ["ok", "lost", "half", "silent-half", "unseen", "write-breaks", "fatal"]
 SCRIPTS = st.lists(st.sampled_from(ANSWERS), max_size=8)
-KEY_LISTS = st.lists(st.integers(0, 6), min_size=1, max_size=6, unique=True)
 
 
 @settings(max_examples=60)
@@ -150,43 +149,6 @@ def test_ts_strictly_increase_under_any_clock_and_any_failure(
         pass
     stamps = [ts for ts, _ in view.sent]
     assert all(before < after for before, after in zip([high_water, *stamps], stamps, strict=False))
-
-
-@settings(max_examples=150)
-@given(
-    SCRIPTS,
-    st.lists(st.tuples(st.integers(0, 3), KEY_LISTS), max_size=6),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_every_submitted_row_is_acknowledged_or_named(
-    kit: Any, script: list[str], steps: list[tuple[int, list[int]]], attempts: int, drain: bool
-) -> None:
-    view = kit.view(script)
-    uploader = Uploader(view, kit.settings(batch_size=2, max_workers=2, retry_attempts_max=attempts), 0, 1)
-    uploader.start()
-    latest: dict[int, int] = {}  # key -> position of the last submission that holds it
-    error: UploadError | None = None
-    attempted: list[tuple[int, list[int]]] = []
-    try:
-        for position, (step, keys) in enumerate(steps):
-            attempted.append((step, keys))
-            uploader.submit(step, kit.delta(step, keys, float(position)))
-            latest |= dict.fromkeys(keys, position)
-        uploader.close(drain)
-    except UploadError as caught:
-        error = caught
-    # What is named is exactly the tail of what was submitted; everything before it is in the store.
-    named = error.unacknowledged if error else ()
-    acknowledged = len(attempted) - len(named)
-    assert list(named) == [step for step, _ in attempted[acknowledged:]]
-    assert error is None or error.rows == sum(len(keys) for _, keys in attempted[acknowledged:])
-    for key, position in latest.items():
-        if position < acknowledged:
-            assert view.stored[T, key][1][0] == float(position)
-    if drain:  # else a last flush may still be answered while the step it belongs to is given up
-        assert uploader.pending_steps() == named
-        assert uploader.acknowledged_step == (attempted[acknowledged - 1][0] if acknowledged else None)
 
 
 def test_a_retry_sends_the_whole_step_again_under_newer_ts(kit: Any, run: Any) -> None:
@@ -447,3 +409,195 @@ def test_no_credential_is_repeated_in_an_error(kit: Any, run: Any, monkeypatch: 
         assert "other-value" not in text
         assert len(text) < 1000
     assert caught.value.__cause__ is None
+
+
+def test_a_thread_that_is_told_to_exit_says_so(kit: Any, run: Any) -> None:
+    view = kit.view()
+
+    def leave() -> None:
+        raise SystemExit("the SDK gave up")
+
+    view.write_flush = leave
+    uploader = run(view)
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError, match="SystemExit: the SDK gave up"):
+        uploader.close()
+
+
+def test_an_uploader_starts_once(kit: Any, run: Any) -> None:
+    uploader = run(kit.view())
+    with pytest.raises(UploadError, match="starts once"):
+        uploader.start()
+    uploader.close()
+    with pytest.raises(UploadError, match="starts once"):
+        uploader.start()
+
+
+def test_the_high_water_mark_is_asked_for_again_and_then_missed(kit: Any) -> None:
+    view = kit.view(high_water=5000)
+    answers: list[Any] = [kit.error("busy", status=503), kit.error("busy", status=503), 7000]
+
+    def high_water_ts(version: str) -> int:
+        if isinstance(answer := answers.pop(0), int):
+            return answer
+        raise ConnectionError(answer)
+
+    view.high_water_ts = high_water_ts
+    uploader = Uploader(view, kit.settings(retry_attempts_max=3), 4, 8)
+    uploader.start()
+    assert uploader.ts_last == 7000
+    uploader.close()
+    answers[:] = [kit.error("busy", status=503)] * 3
+    with pytest.raises(UploadError, match="rank 4: the store's greatest ts cannot be read: ConnectionError: busy"):
+        Uploader(view, kit.settings(retry_attempts_max=3), 4, 8).start()
+    assert not answers
+
+
+def test_an_expired_token_is_renewed_once_per_attempt_and_the_step_goes_to_the_new_view(kit: Any) -> None:
+    views = [kit.view(["ok", "expired"]), kit.view(["expired"]), kit.view()]
+    left = views[1:]
+    uploader = Uploader(views[0], kit.settings(batch_size=1, max_workers=1), 0, 1, reconnect=lambda: left.pop(0))
+    uploader.start()
+    uploader.submit(1, kit.delta(1, [1, 2, 3]))
+    uploader.close()
+    assert [len(view.windows) for view in views] == [2, 1, 3]
+    assert {key for _, key in views[2].stored} == {1, 2, 3}
+    assert {name: uploader.counters[name] for name in ("reconnects", "retries", "rows")} == {
+        "reconnects": 2,
+        "retries": 2,
+        "rows": 4,
+    }
+
+
+def test_without_reconnect_an_expired_token_is_fatal(kit: Any, run: Any) -> None:
+    view = kit.view(["expired"])
+    uploader = run(view)
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError, match="InvalidToken"):
+        uploader.close()
+    assert len(view.windows) == 1
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(ConnectionError("down"), 3), (PermissionError("revoked"), 1)])
+def test_a_reconnect_that_fails_is_an_attempt_that_failed(kit: Any, error: Exception, attempts: int) -> None:
+    def reconnect() -> Any:
+        raise error
+
+    view = kit.view(["expired"])
+    uploader = Uploader(view, kit.settings(retry_attempts_max=1 + attempts), 0, 1, reconnect=reconnect)
+    uploader.start()
+    uploader.submit(7, kit.delta(7, [1]))
+    with pytest.raises(UploadError, match=f"step 7 .*{type(error).__name__}: {error}"):
+        uploader.close()
+    assert len(view.windows) == 1
+    assert uploader.counters["failures"] == 1 + attempts
+
+
+def test_a_step_is_retained_with_the_ts_of_the_store_before_it_counts_as_acknowledged(kit: Any) -> None:
+    view, seen = kit.view(["half"]), list[Any]()
+
+    def retain(step: int, seq: int, table: pa.Table, stamps: Any) -> None:
+        seen.append((step, seq, table, stamps.tolist(), uploader.acknowledged_step, len(view.stored)))
+
+    uploader = Uploader(view, kit.settings(batch_size=2), 0, 1, WallClock(1.0), retain=retain)
+    uploader.start()
+    mixed = pa.concat_tables([kit.delta(3, range(5)), kit.delta(3, [7])])
+    uploader.submit(3, mixed)
+    uploader.submit(3, kit.delta(3, []))
+    uploader.close()
+    (step, seq, table, stamps, acknowledged, stored), empty = seen
+    assert (step, seq, acknowledged, stored) == (3, 0, None, 6)
+    assert table.equals(mixed)
+    assert stamps == [1004, 1004, 1005, 1005, 1006, 1007]  # of the second attempt
+    assert stamps == [view.stored[T, key][0] for key in mixed["key_id"].to_pylist()]
+    assert (empty[:2], empty[3]) == ((3, 1), [])
+
+
+def test_a_step_that_cannot_be_retained_is_named_and_spilled(kit: Any) -> None:
+    def retain(*job: Any) -> None:
+        raise OSError("no space left")
+
+    spilled: list[Any] = []
+    view = kit.view()
+    uploader = Uploader(
+        view,
+        kit.settings(retry_attempts_max=2),
+        0,
+        1,
+        WallClock(1.0),
+        retain=retain,
+        spill=lambda step, seq, table, stamps: spilled.append((step, seq, table.num_rows, stamps.tolist())),
+    )
+    uploader.start()
+    uploader.submit(3, kit.delta(3, [1, 2]))
+    with pytest.raises(
+        UploadError, match=r"OSError: no space left.* 2 rows of steps \[3\] \(2 of the rows were"
+    ) as caught:
+        uploader.close()
+    assert caught.value.spilled == uploader.counters["spilled_rows"] == 2
+    assert len(view.windows) == 1  # sent once: retaining alone is tried again
+    assert spilled == [(3, 0, 2, [1001, 1001])]
+    with pytest.raises(UploadError):
+        uploader.close()
+    assert len(spilled) == 1
+
+
+def test_a_retain_that_hangs_is_reported(kit: Any) -> None:
+    release = threading.Event()
+    uploader = Uploader(
+        kit.view(), kit.settings(flush_timeout_s=0.05), 0, 1, retain=lambda *job: release.wait(kit.deadline_s)
+    )
+    uploader.start()
+    uploader.submit(1, kit.delta(1, [1]))
+    error = raises_within(kit, uploader.drain)
+    assert isinstance(error, UploadError)
+    assert "retain() has not returned" in str(error)
+    release.set()
+
+
+def test_what_a_failed_uploader_refused_is_pending_and_spilled_too(kit: Any) -> None:
+    spilled: list[int] = []
+    uploader = Uploader(kit.view(["fatal"]), kit.settings(), 0, 1, spill=lambda step, *job: spilled.append(step))
+    uploader.start()
+    uploader.submit(1, kit.delta(1, [1]))
+    with pytest.raises(UploadError):
+        uploader.drain()
+    with pytest.raises(UploadError) as caught:
+        uploader.submit(2, kit.delta(2, [2, 3]))
+    assert caught.value.unacknowledged == uploader.pending_steps() == (1, 2)
+    with pytest.raises(UploadError) as caught:
+        uploader.close(drain=False)
+    assert (caught.value.unacknowledged, caught.value.rows, caught.value.spilled) == ((1, 2), 3, 3)
+    assert spilled == [1, 2]
+
+
+def test_one_job_that_cannot_be_spilled_does_not_keep_the_others_from_it(kit: Any, caplog: Any) -> None:
+    def spill(step: int, *job: Any) -> None:
+        if step == 1:
+            raise PermissionError("read-only")
+
+    view = kit.view()
+    view.script = [view.hold("fatal")]
+    uploader = Uploader(view, kit.settings(), 0, 1, spill=spill)
+    uploader.start()
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.submit(2, kit.delta(2, [2, 3]))
+    view.release.set()
+    with pytest.raises(UploadError) as caught:
+        uploader.close()
+    assert (caught.value.rows, caught.value.spilled) == (3, 2)
+    assert "step 1: 1 rows not spilled: PermissionError: read-only" in caplog.text
+
+
+def test_a_long_upload_says_how_far_it_is_and_a_short_one_nothing(kit: Any, run: Any, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    uploader = run(kit.view(), batch_size=10, max_workers=1)
+    uploader.submit(1, kit.delta(1, range(45)))
+    uploader.close()
+    assert not caplog.records
+    uploader = run(kit.view(), batch_size=10, max_workers=2, progress_s=1e-9)
+    uploader.submit(2, kit.delta(2, range(45)))
+    uploader.close()
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 3
+    done = [re.match(r"rank 0, step 2: (\d+) of 45 rows in \d+ s, \d+ rows/s", text) for text in caplog.messages]
+    assert [match and match[1] for match in done] == ["20", "40", "45"]

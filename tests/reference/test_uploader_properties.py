@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -14,7 +19,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from deltaproof.reference import errors
 from deltaproof.reference import uploader as module
+from deltaproof.reference.errors import PublisherError
 from deltaproof.reference.uploader import Uploader, UploadError
 
 T = "m.ebc.embedding_bags.t"
@@ -233,3 +240,118 @@ def test_the_queue_stays_within_its_bounds(
         assert (metrics["deltaproof_queue_steps"], metrics["deltaproof_queue_bytes"]) == (len(tables), bytes_pending)
     uploader.close()
     assert uploader.acknowledged_step == len(sizes) - 1
+
+
+WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=0x17F), min_size=12, max_size=40)
+PLACES = ("write", "flush", "summary", "mark", "reconnect", "retain", "spill")
+
+
+class LeakyView:
+    """Answers with errors that quote secrets, at the places of `leaks`; good after `failures` of them."""
+
+    pk_field, sk_field, embedding_field = "embedding_name", "key_id", "embedding"
+    _batch_size, _max_workers = 1000, 4
+
+    def __init__(self, leaks: set[str], secrets: list[str], failures: int, kind: Any) -> None:
+        self.leaks, self.secrets, self.failures, self.kind, self.rows = leaks, secrets, failures, kind, 0
+
+    def leak(self, place: str) -> None:
+        if place in self.leaks and self.failures:
+            self.failures -= 1
+            quoted = " ".join([f"login {self.secrets!r}", *self.secrets, json.dumps({"x": self.secrets})])
+            try:
+                raise ConnectionError(quoted)
+            except ConnectionError as cause:
+                raise self.kind(f"{place} failed: {quoted}") from cause
+
+    def high_water_ts(self, version: str) -> int:
+        self.leak("mark")
+        return 0
+
+    def write_features_arrow(self, batch: pa.RecordBatch, version: str, write_mode: str, ts: int) -> None:
+        self.rows = batch.num_rows
+        self.leak("write")
+
+    def write_flush(self) -> dict[str, Any]:
+        self.leak("flush")
+        rows, self.rows = self.rows, 0
+        counts = dict.fromkeys(("total_records", "success_records"), rows) | {"total_batches": min(rows, 1)}
+        summary = counts | {"failed_batches": 0, "failed_records": 0, "errors": []}
+        try:
+            self.leak("summary")
+        except Exception as error:
+            summary |= {"errors": [error, str(error)], "failed_batches": 1}
+        return summary
+
+
+def chained(error: BaseException | None) -> Iterator[BaseException]:
+    if error is not None:
+        yield error
+        yield from chained(error.__cause__)
+        yield from chained(error.__context__)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(WORDS, min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from([*errors.SECRET_VARIABLES, None]), min_size=3, max_size=3),
+    st.sets(st.sampled_from(PLACES), min_size=1),
+    st.integers(1, 12),
+    st.sampled_from([RuntimeError, OSError, ValueError, PermissionError, KeyError, PublisherError]),
+)
+def test_no_planted_secret_shows_in_anything_the_uploader_emits(
+    kit: Any, secrets: list[str], variables: list[str | None], leaks: set[str], failures: int, kind: Any
+) -> None:
+    view = LeakyView(leaks, secrets, failures, kind)
+    log, records = logging.getLogger("deltaproof.reference"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    raised: list[BaseException] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors, "_remembered", type(errors._remembered)(maxlen=64))
+        for secret, variable in zip(secrets, variables, strict=False):
+            patch.setenv(variable, secret) if variable else errors.remember(secret)
+        known = [secret for secret in secrets if secret in {*os.environ.values(), *errors._remembered}]
+
+        def reconnect() -> LeakyView:
+            view.leak("reconnect")
+            return view
+
+        uploader = Uploader(
+            view,
+            kit.settings(retry_attempts_max=4),
+            0,
+            1,
+            reconnect=reconnect,
+            retain=lambda *job: view.leak("retain"),
+            spill=lambda *job: view.leak("spill"),
+        )
+        uploader._expired = "reconnect" in leaks
+        log.addHandler(handler)
+        try:
+            for call in (
+                uploader.start,
+                lambda: uploader.submit(1, kit.delta(1, [1, 2])),
+                uploader.drain,
+                uploader.close,
+            ):
+                try:
+                    call()
+                except UploadError as error:
+                    raised.append(error)
+        finally:
+            log.removeHandler(handler)
+    shown = [repr(uploader), repr(uploader.metrics()), repr(uploader.pending_steps()), repr(uploader._settings)]
+    for record in records:
+        shown += [record.getMessage(), repr(record.args), logging.Formatter().format(record)]
+    for error in raised:
+        shown += traceback.format_exception(error)
+        for link in chained(error):
+            shown += [str(link), repr(link), repr(vars(link))]
+            frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
+            shown += [repr(frame.f_locals) for frame in frames if frame.f_code.co_filename == module.__file__]
+    everything = "\n".join(shown)
+    assert raised or uploader.acknowledged_step == 1
+    for secret in known:
+        for form in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], secret[:10]):
+            assert form not in everything
