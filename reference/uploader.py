@@ -67,7 +67,7 @@ class Keep(Protocol):
     failure of the step: retried as an answer of the store is, then reported.
     """
 
-    def __call__(self, step: int, seq: int, table: pa.Table, stamps: npt.NDArray[np.int64]) -> None: ...
+    def __call__(self, step: int, seq: int, table: pa.Table, stamps: npt.NDArray[np.int64], /) -> None: ...
 
 
 class _Job(msgspec.Struct, eq=False):

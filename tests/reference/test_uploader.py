@@ -544,9 +544,11 @@ def test_a_step_that_cannot_be_retained_is_named_and_spilled(kit: Any) -> None:
 
 def test_a_retain_that_hangs_is_reported(kit: Any) -> None:
     release = threading.Event()
-    uploader = Uploader(
-        kit.view(), kit.settings(flush_timeout_s=0.05), 0, 1, retain=lambda *job: release.wait(kit.deadline_s)
-    )
+
+    def retain(*job: Any) -> None:
+        release.wait(kit.deadline_s)
+
+    uploader = Uploader(kit.view(), kit.settings(flush_timeout_s=0.05), 0, 1, retain=retain)
     uploader.start()
     uploader.submit(1, kit.delta(1, [1]))
     error = raises_within(kit, uploader.drain)

@@ -305,7 +305,7 @@ def test_no_planted_secret_shows_in_anything_the_uploader_emits(
     view = LeakyView(leaks, secrets, failures, kind)
     log, records = logging.getLogger("deltaproof.reference"), list[logging.LogRecord]()
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
     raised: list[BaseException] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(errors, "_remembered", type(errors._remembered)(maxlen=64))
@@ -344,9 +344,9 @@ def test_no_planted_secret_shows_in_anything_the_uploader_emits(
     shown = [repr(uploader), repr(uploader.metrics()), repr(uploader.pending_steps()), repr(uploader._settings)]
     for record in records:
         shown += [record.getMessage(), repr(record.args), logging.Formatter().format(record)]
-    for error in raised:
-        shown += traceback.format_exception(error)
-        for link in chained(error):
+    for failure in raised:
+        shown += traceback.format_exception(failure)
+        for link in chained(failure):
             shown += [str(link), repr(link), repr(vars(link))]
             frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
             shown += [repr(frame.f_locals) for frame in frames if frame.f_code.co_filename == module.__file__]
