@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from .connect import connect
 from .contract import ContractError, TableRef, embedding_names
 from .delta import DeltaError, Keys
@@ -307,8 +309,11 @@ class Publisher:
             found = merge_keys(found, keys_of(changed, "pk", "sk"))
             more = changed.num_rows > 0 and cursor < ts_max  # above ts_max, only what this job's ranks publish by now
         foreign = {name: len(keys) for name, keys in found.items() if name not in fqns}
+        for name in fqns.keys() & found.keys():
+            if outside := int(np.count_nonzero(found[name] >= self._tables[fqns[name]].rows)):
+                foreign[name] = outside
         if foreign and self._rank == 0:
-            log.warning("rows of tables that this model has not stay in the store as they are: %s", foreign)
+            log.warning("rows that this model has no place for stay in the store as they are, by table: %s", foreign)
         return {fqns[name]: keys for name, keys in found.items() if name in fqns}
 
     def _shards(self, where: str | None, state: State) -> ShardWriter | None:

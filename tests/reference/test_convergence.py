@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import pickle
 import threading
 import time
@@ -30,7 +31,7 @@ from deltaproof.fakes.server.faults import FaultPlan, PartialFault, ResetFault, 
 from deltaproof.fakes.store import Store
 from deltaproof.reference import publisher as publisher_module
 from deltaproof.reference import restart, uploader
-from deltaproof.reference.dumper import DATA_PARALLEL, Dumper, Pause, TableInfo, keys_of
+from deltaproof.reference.dumper import DATA_PARALLEL, Dumper, Pause, TableInfo, keys_of, merge_keys
 from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.settings import Settings
 from deltaproof.reference.uploader import Uploader, UploadError
@@ -541,7 +542,7 @@ class Convergence(RuleBasedStateMachine):
             else:
                 publisher.start_over()
 
-        calls: list[Callable[[Any], object]] = [lambda publisher: publisher.start()]
+        calls: list[Callable[[Any], object]] = [Publisher.start]
         calls.insert(0 if load_first else 1, load)
         for call in calls:
             self.look_up(job, warm_up)
@@ -578,7 +579,7 @@ class Convergence(RuleBasedStateMachine):
     def finish(self) -> None:
         assert self.job is not None
         for process in self.job.processes:
-            self.attempt(process, lambda publisher, step=process.step: publisher.finish(step))
+            self.attempt(process, operator.methodcaller("finish", process.step))
         if self.job is not None:
             self.check()
 
@@ -693,7 +694,7 @@ def s46(self: Any, step: int, table: pa.Table, original: Any = Uploader.submit) 
 
 
 def queued_only(self: Any, uploader: Any) -> Any:
-    return restart.merge_keys(*(keys_of(table) for _, table in uploader.pending()))
+    return merge_keys(*(keys_of(table) for _, table in uploader.pending()))
 
 
 def newest_watermark(states: Any, settings: Settings) -> restart.Restart:

@@ -1,12 +1,16 @@
+import asyncio
+import contextlib
+import threading
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltaproof.reference.delta import DeltaError
-from deltaproof.reference.dumper import Cadence, Dumper
+from deltaproof.reference.dumper import Cadence, Dumper, Pause, keys_of, merge_keys
 
 EBC, DP = "m.ebc.embedding_bags.t", "m.ebc.embedding_bags.dp"
 
@@ -144,3 +148,67 @@ def test_minute_dumps_never_outnumber_the_periods(gaps_s: list[float], minutes: 
             fired.append(int((clock.now_s - 50.0) / (60 * minutes)))
             assert not cadence.due(1)
     assert len(fired) <= (clock.now_s - 50.0) / (60 * minutes) + 1e-6
+
+
+def test_a_monotonic_clock_that_goes_back_silences_a_rank_for_one_period_at_most(kit: Any) -> None:
+    clock = FakeClock(10_000.0)
+    cadence = Cadence(kit.settings(every_minutes=1.0), clock)
+    clock.now_s = 0.0
+    assert not cadence.due(1)
+    for now_s, due in ((59, False), (60, True), (119, False), (120, True)):
+        clock.now_s = now_s
+        assert cadence.due(1) == due
+
+
+def test_a_pause_nests_and_ends_with_its_block_however_that_ends() -> None:
+    pause = Pause()
+    with contextlib.suppress(ZeroDivisionError), pause():
+        with pause():
+            assert pause
+        assert pause
+        raise ZeroDivisionError
+    assert not pause
+
+
+def test_a_pause_holds_for_its_own_thread_and_what_it_hands_work_to() -> None:
+    """An evaluation beside the training thread must not hide what that looks up."""
+    pause, other = Pause(), Pause()
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def evaluate() -> None:
+        with pause():
+            seen.append(bool(pause))
+            seen.append(asyncio.run(asyncio.to_thread(bool, pause)))
+            entered.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=evaluate, daemon=True)
+    thread.start()
+    assert entered.wait(20)
+    seen += [bool(pause), bool(other)]
+    with pause():
+        leave.set()
+        thread.join(20)
+        assert pause
+    assert seen == [True, True, False, False]
+
+
+named_keys = st.lists(st.tuples(st.sampled_from(["a", "b", "ü" * 200]), st.integers(-(2**63), 2**63 - 1)), max_size=30)
+
+
+@given(named_keys, st.integers(1, 7))
+def test_the_keys_of_a_table_are_those_of_its_rows_sorted_and_unique(rows: list[tuple[str, int]], size: int) -> None:
+    names, keys = ([row[place] for row in rows] for place in (0, 1))
+    whole = pa.table({"table_fqn": pa.array(names, pa.string()), "key_id": pa.array(keys, pa.int64())})
+    chunked = pa.Table.from_batches(whole.to_batches(max_chunksize=size), whole.schema)
+    expected = {name: sorted({key for each, key in rows if each == name}) for name in set(names)}
+    assert {name: found.tolist() for name, found in keys_of(chunked).items()} == expected
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("ab"), st.sets(st.integers(-5, 5))), max_size=4))
+def test_merged_keys_are_the_union(several: list[dict[str, set[int]]]) -> None:
+    arrays = [{name: np.array(sorted(keys), np.int64) for name, keys in each.items()} for each in several]
+    expected = {
+        name: sorted(set().union(*(each.get(name, set()) for each in several))) for each in several for name in each
+    }
+    assert {name: keys.tolist() for name, keys in merge_keys(*arrays).items()} == expected
