@@ -20,12 +20,13 @@ from ..instrument import ObservedClient
 from ..loop import TrainingLoop
 from ..scenario import Scenario
 from ..store_faults import planned
-from ..target import PROJECT, VERSION, VIEW, RankContext
+from ..target import PROJECT, VERSION, VIEW, RankContext, resolve
 from ..workload import Workload
 from . import patches
 from .collectives import Group
+from .lines import preemptible
 from .network import VirtualTransport
-from .scheduler import EPOCH_NS, SECOND_NS, Policy, RandomPolicy, RankClock, ReplayPolicy, Scheduler, Task
+from .scheduler import EPOCH_NS, SECOND_NS, Policy, RankClock, ReplayPolicy, Scheduler, Task, varied
 from .tables import Ledger, Model, VirtualTrainer
 
 _monotonic = time.monotonic
@@ -34,29 +35,49 @@ _monotonic = time.monotonic
 class VirtualEngine:
     """Runs scenarios in this thread, in virtual time. Same scenario, same target, same history.
 
-    ``policy``: who goes on at a scheduling point, made from the scenario's seed (default: `RandomPolicy`).
+    ``policy``: who goes on at a scheduling point, made from the scenario's seed and the run's ``variant`` (default:
+    `scheduler.varied`). ``preempt``: names of modules (a package stands for all below it) whose lines are scheduling
+    points too; a target's own package is always one of them, this package's never.
     """
 
-    def __init__(self, policy: Callable[[object], Policy] = RandomPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Callable[[object], Policy] = varied, preempt: Sequence[str] = ()) -> None:
+        self._policy, self._preempt = policy, tuple(preempt)
 
     def __enter__(self) -> VirtualEngine:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def run(self, scenario: Scenario, target: str = "reference", *, schedule: Sequence[int] | None = None) -> History:
-        """Run one scenario to its end. ``schedule``: the recorded choices of an earlier run, to repeat it.
+    def run(
+        self,
+        scenario: Scenario,
+        target: str = "reference",
+        *,
+        variant: int = 0,
+        schedule: Sequence[int] | None = None,
+    ) -> History:
+        """Run one scenario to its end.
+
+        ``variant`` gives the same scenario another order of events; ``schedule``, the recorded choices of an earlier
+        run, repeats that run.
 
         Raises:
             ScenarioError: bad input. ScheduleDiverged: the schedule does not fit. KitError: the harness itself failed.
         """
         scenario.checked()
-        policy = self._policy(scenario.seed) if schedule is None else ReplayPolicy(schedule)
+        seed = f"{scenario.seed}/{variant}" if variant else scenario.seed
+        policy = self._policy(seed) if schedule is None else ReplayPolicy(schedule)
         began_s = _monotonic()
-        history = _Run(scenario, target, policy).history()
+        resolve(target)  # imports it: whatever its modules do when they are imported is no part of the run
+        with preemptible([*self._preempt, *_own_package(target)]):
+            history = _Run(scenario, target, policy).history()
         history.wall_s = _monotonic() - began_s
         return history
+
+
+def _own_package(target: str) -> list[str]:
+    module = target.partition(":")[0].partition(".")[0]
+    return [] if module in ("reference", "specimen", "deltaproof") else [module]
 
 
 class _Run:
@@ -153,8 +174,8 @@ class _Run:
         # The interpreter's own end: executors are told, and threads that are no daemons are waited for.
         patches.end_of_main(rank)
         for task in self.scheduler.tasks:
-            while task.rank == rank and task.alive and not self._is_daemon(task) and task is not self.scheduler.current:
-                time.sleep(0.001)
+            if task.rank == rank and task is not self.scheduler.current and not self._is_daemon(task):
+                self.scheduler.join(task)
         for task in self.scheduler.tasks:
             if task.rank == rank and task is not self.scheduler.current:
                 task.in_flight = None  # an exit closes connections after what was written to them

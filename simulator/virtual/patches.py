@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from . import primitives
 from .primitives import running
-from .scheduler import SECOND_NS, Scheduler, SimulationError
+from .scheduler import SECOND_NS, RunningLoop, Scheduler, SimulationError
 
 SUPPORTED = (3, 11), (3, 13)
 
@@ -271,7 +271,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    return _real.new_event_loop() if running() is None else VirtualLoop()
+    scheduler = running()
+    if scheduler is None:
+        return _real.new_event_loop()
+    scheduler.loops = RunningLoop(asyncio._get_running_loop, asyncio._set_running_loop)
+    return VirtualLoop()
 
 
 # -- what cannot be simulated ------------------------------------------------------------------------------------------
@@ -366,22 +370,27 @@ _BY_IDENTITY: dict[int, Any] = {
 }
 #: Modules whose own attributes stay real: this package's, and `_thread`, which fakes use to stay outside.
 _SPARED = ("deltaproof.simulator.virtual", "_thread", "faulthandler", "greenlet", "hypothesis", "_pytest", "xdist")
-_found: dict[str, list[tuple[Any, str, Any, Any]]] = {}
+_searched: set[str] = set()
+_found: list[tuple[Any, str, Any, Any]] = []
+_modules_searched = 0
 
 
-def _bindings() -> Iterator[tuple[Any, str, Any, Any]]:
-    """(module, name, real, fake) of every module attribute that is a replaced object; modules are searched once."""
+def _bindings() -> list[tuple[Any, str, Any, Any]]:
+    """(module, name, real, fake) of every module attribute that is a replaced object; each module is searched once."""
+    global _modules_searched
+    if len(sys.modules) == _modules_searched:
+        return _found
+    _modules_searched = len(sys.modules)
     for name, module in list(sys.modules.items()):
-        known = _found.get(name)
-        if known is None:
-            known = _found[name] = []
+        if name not in _searched:
+            _searched.add(name)
             if isinstance(module, types.ModuleType) and not name.startswith(_SPARED):
-                known += [
+                _found.extend(
                     (module, attribute, value, _BY_IDENTITY[id(value)])
                     for attribute, value in list(vars(module).items())
                     if id(value) in _BY_IDENTITY
-                ]
-        yield from known
+                )
+    return _found
 
 
 @contextlib.contextmanager
@@ -400,13 +409,14 @@ def installed(scheduler: Scheduler, seed: object, extra: list[tuple[Any, str, An
         sys.addaudithook(_refuse)
         _audited = True
     # `_Datetime` and others read the names that are replaced here, so all are set before the first task runs.
-    saved: list[tuple[Any, str, Any]] = [(m, n, real) for m, n, real, _ in _bindings()]
-    replaced = [(m, n, fake) for m, n, _, fake in _bindings()]
+    found = _bindings()
+    saved: list[tuple[Any, str, Any]] = [(m, n, real) for m, n, real, _ in found]
+    replaced = [(m, n, fake) for m, n, _, fake in found]
     fresh = [(owner, name, make()) for owner, name, make in _FRESH]
     for owner, name, fake in [*_REPLACED, *fresh, *extra]:
         saved.append((owner, name, vars(owner).get(name, _ABSENT)))
         replaced.append((owner, name, fake))
-    state = random.getstate()
+    state, loop = random.getstate(), asyncio._get_running_loop()
     active, limbo = dict(threading._active), dict(threading._limbo)  # type: ignore[attr-defined]
     collecting = gc.isenabled()
     gc.disable()  # a collection runs finalisers at moments that no seed decides
@@ -425,6 +435,7 @@ def installed(scheduler: Scheduler, seed: object, extra: list[tuple[Any, str, An
             scheduler.reap()
         finally:
             primitives.set_running(None)
+            asyncio._set_running_loop(loop)
             for owner, name, real in reversed(saved):
                 if real is _ABSENT:
                     delattr(owner, name)

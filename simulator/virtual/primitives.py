@@ -46,16 +46,22 @@ class Lock:
         self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = running()
-        if scheduler is None:
+        scheduler = _running
+        if scheduler is None or scheduler.current is None:
             return self._acquire_alone(blocking)
-        _check_timeout(blocking, timeout)
+        if timeout != -1:
+            _check_timeout(blocking, timeout)
         scheduler.point()
-        if not self._held:
-            self._held = True
-            return True
-        if not blocking or timeout == 0:
-            return False
+        if self._held:
+            if not blocking or timeout == 0:
+                return False
+            if not self._wait(scheduler, timeout):
+                return False
+        self._held = True
+        return True
+
+    def _wait(self, scheduler: Scheduler, timeout: float) -> bool:
+        """Wait until the lock is free; False after a time-out."""
         task = scheduler.current
         assert task is not None
         limit_ns = None
@@ -64,13 +70,10 @@ class Lock:
         while self._held:
             self._waiting.append(task)
             left_ns = None if limit_ns is None else limit_ns - scheduler.now_ns
-            woken = scheduler.wait("a lock", left_ns)
-            if not woken:
+            if not scheduler.wait("a lock", left_ns):
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(task)
-                if self._held:
-                    return False
-        self._held = True
+                return not self._held
         return True
 
     def _acquire_alone(self, blocking: bool) -> bool:
@@ -86,16 +89,13 @@ class Lock:
                 return  # a wait that was unwound never got its lock back
             raise RuntimeError("release unlocked lock")
         self._held = False
-        if self._waiting:
-            scheduler = running()
-            if scheduler is not None:
-                _wake_one(scheduler, self._waiting)
+        if self._waiting and _running is not None:
+            _wake_one(_running, self._waiting)
 
     def locked(self) -> bool:
         return self._held
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exc: object) -> None:
         self.release()
@@ -107,22 +107,22 @@ class Lock:
     acquire_lock, release_lock, locked_lock = acquire, release, locked
 
 
-class RLock:
+class RLock(Lock):
     """`threading.RLock`, with what `threading.Condition` needs of it."""
 
-    __slots__ = ("__weakref__", "_count", "_lock", "_owner")
+    __slots__ = ("_count", "_owner")
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        super().__init__()
         self._owner: object = None
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = _me()
-        if self._owner is me:
+        if self._owner is me and self._held:
             self._count += 1
             return True
-        if not self._lock.acquire(blocking, timeout):
+        if not super().acquire(blocking, timeout):
             return False
         self._owner, self._count = me, 1
         return True
@@ -135,10 +135,9 @@ class RLock:
         self._count -= 1
         if not self._count:
             self._owner = None
-            self._lock.release()
+            super().release()
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exc: object) -> None:
         self.release()
@@ -149,30 +148,30 @@ class RLock:
     def _release_save(self) -> tuple[int, object]:
         state = self._count, self._owner
         self._count, self._owner = 0, None
-        self._lock.release()
+        super().release()
         return state
 
     def _acquire_restore(self, state: tuple[int, object]) -> None:
-        self._lock.acquire()
+        super().acquire()
         self._count, self._owner = state
 
     def _recursion_count(self) -> int:
         return self._count if self._owner is _me() else 0
 
     def _at_fork_reinit(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        super()._at_fork_reinit()
+        self._owner, self._count = None, 0
 
 
 def _me() -> object:
-    scheduler = running()
-    return _os_thread() if scheduler is None else scheduler.current
+    """Who takes a lock: the running task, or, outside of a run, nobody in particular (there is one thread)."""
+    return None if _running is None else _running.current or _running
 
 
 def _scheduler_and_task() -> tuple[Scheduler, Task]:
-    scheduler = running()
-    assert scheduler is not None
-    assert scheduler.current is not None
-    return scheduler, scheduler.current
+    if _running is None or _running.current is None:
+        raise RuntimeError("what was made in a simulated run cannot wait outside of it: the run is over")
+    return _running, _running.current
 
 
 def _wake_one(scheduler: Scheduler, waiting: list[Task]) -> None:

@@ -6,24 +6,32 @@ loop that polls a clock comes to an end, and jumps to the next timer when nobody
 options is recorded; the record replays the run exactly.
 
 An option is also to let the next timer fire although somebody can run (a *warp*, within `WARP_NS`): real code takes
-time between two points, and a time-out that races with it must be able to win.
+time between two points, and a time-out that races with it must be able to win. And a running task can be *stalled* for
+`STALL_NS`, as by a busy machine, while all others go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
+import math
+import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import greenlet
 
+_HERE = os.path.dirname(__file__)
 TICK_NS: Final = 1_000
 WARP_NS: Final = 20_000_000
+STALL_NS: Final = 5_000_000
+#: The choice, at a point of a running task, to stall it.
+STALL: Final = -1
 #: Scheduling points after which a run counts as a livelock: a loop that never waits.
 POINTS_MAX: Final = 2_000_000
 SECOND_NS: Final = 1_000_000_000
@@ -42,16 +50,27 @@ class ScheduleDiverged(RuntimeError):
 
 
 class Policy(Protocol):
-    """Who goes on. ``options`` counts the choices; all answers are in ``range(options)``."""
+    """Who goes on. Every answer is recorded, in the order in which the questions are asked."""
+
+    def gap(self) -> int:
+        """How many points, from now on, a running task passes until `preempt` is asked: at least 1."""
 
     def preempt(self, ready: Sequence[Task], current: Task, warp: bool) -> int:
-        """At a point of a running task: 0 lets it go on, 1..n picks ``ready[i - 1]``, n + 1 (if ``warp``) warps."""
+        """At a point of a running task: 0 lets it go on, 1..n picks ``ready[i - 1]``, n + 1 (if ``warp``) warps, and
+        `STALL` stalls it."""
 
     def pick(self, ready: Sequence[Task], warp: bool) -> int:
         """After a task waited or ended: 0..n-1 picks ``ready[i]``, n (if ``warp``) warps."""
 
     def born(self, task: Task) -> None:
         """A task was made."""
+
+
+class RunningLoop(NamedTuple):
+    """How to read and set asyncio's running loop."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
 
 
 class Task:
@@ -67,7 +86,7 @@ class Task:
         "greenlet",
         "ident",
         "in_flight",
-        "loop",
+        "joining",
         "name",
         "priority",
         "rank",
@@ -85,8 +104,8 @@ class Task:
         self.waits_for: str | None = None
         self.timed_out = False
         self.sentinel: Any = None
-        self.loop: Any = None
         self.in_flight: Callable[[], object] | None = None
+        self.joining: list[Task] = []
         self.priority = 0.0
         self._token = 0
 
@@ -98,7 +117,7 @@ class Task:
         frame = self.greenlet.gr_frame
         if frame is None:
             return ""
-        lines = [entry for entry in traceback.extract_stack(frame) if "/simulator/virtual/" not in entry.filename]
+        lines = [entry for entry in traceback.extract_stack(frame) if os.path.dirname(entry.filename) != _HERE]
         return "".join(traceback.format_list(lines))
 
 
@@ -165,12 +184,15 @@ class Scheduler:
         self.reaping = False
         #: Told what `threading.excepthook` is told when a thread ends by an exception.
         self.thread_died: Callable[[Any], None] | None = None
+        #: The running asyncio loop of this OS thread, once a task has made a loop.
+        self.loops: RunningLoop | None = None
         self.ages = itertools.count()
         self._own_clock = RankClock()
         self._ready: list[Task] = []
         self._timers: list[tuple[int, int, Task, int]] = []
         self._timer_seq = 0
         self._hub = greenlet.getcurrent()
+        self._asks_at = self._gap()
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
@@ -185,6 +207,8 @@ class Scheduler:
     def _body(self) -> None:
         task = self.current
         assert task is not None
+        if self.loops is not None:
+            self.loops.set(None)
         try:
             task.run()
         except greenlet.GreenletExit:
@@ -192,6 +216,15 @@ class Scheduler:
         finally:
             task.alive = False
             task.waits_for = None
+            for other in task.joining:
+                self.wake(other)
+
+    def join(self, task: Task) -> None:
+        """The running task waits until another has ended."""
+        assert self.current is not None
+        while task.alive:
+            task.joining.append(self.current)
+            self.wait(f"the end of {task.name}")
 
     def run(self) -> None:
         """Run until no task can. Exceptions of a task's function come out of here: they are the simulation's own."""
@@ -211,37 +244,41 @@ class Scheduler:
 
     def point(self) -> None:
         """A scheduling point of the running task."""
+        self.now_ns += TICK_NS
+        self.points += 1
+        if self.points >= self._asks_at:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask the policy whether the running task goes on."""
         if self.reaping or self.points >= self.points_max:
             self._tick()
-        self.now_ns = now_ns = self.now_ns + TICK_NS
-        self.points += 1
-        ready, timers, current = self._ready, self._timers, self.current
+        current = self.current
+        assert current is not None
+        ready, timers = self._ready, self._timers
         warp = False
         if timers:
-            due_ns = timers[0][0] - now_ns
-            if due_ns <= 0:
+            if timers[0][0] <= self.now_ns:
                 self._fire()
-                due_ns = timers[0][0] - now_ns if timers else WARP_NS + 1
-            warp = due_ns <= WARP_NS
-        if not ready and not warp:
-            return
-        assert current is not None
-        choice = self.policy.preempt(ready, current, warp)
-        self.schedule.append(choice)
-        if choice > len(ready):
-            self._warp()
-            ready = self._ready
-            if not ready:
-                return
-            choice = self.policy.preempt(ready, current, False)
+            warp = bool(timers) and timers[0][0] - self.now_ns <= WARP_NS
+        choice = 0
+        if ready or warp:
+            choice = self.policy.preempt(ready, current, warp)
             self.schedule.append(choice)
-        if choice:
+        self._asks_at = self.points + self._gap()
+        if choice == len(ready) + 1:
+            self._warp()
+        elif choice == STALL:
+            self.wait("stalled", STALL_NS)
+        elif choice:
             task = ready[choice - 1]
             ready[choice - 1] = current
-            self.current = task
-            task.greenlet.switch()
-            if self.reaping:
-                raise greenlet.GreenletExit
+            self._switch(task)
+
+    def _gap(self) -> int:
+        gap = self.policy.gap()
+        self.schedule.append(gap)
+        return gap
 
     def wait(self, why: str, timeout_ns: int | None = None) -> bool:
         """The running task waits until `wake` (True) or until ``timeout_ns`` of true time passed (False)."""
@@ -256,15 +293,24 @@ class Scheduler:
             heapq.heappush(self._timers, (self.now_ns + max(0, timeout_ns), self._timer_seq, task, task._token))
         other = self._next()
         if other is not task:
-            if other is None:
-                self._hub.switch()
-            else:
-                self.current = other
-                other.greenlet.switch()
-            if self.reaping:
-                raise greenlet.GreenletExit
+            self._switch(other)
         task.waits_for = None
         return not task.timed_out
+
+    def _switch(self, other: Task | None) -> None:
+        """Leave the running task for another (None: for the hub); returns when it is picked again."""
+        carrier = self._hub if other is None else other.greenlet
+        if other is not None:
+            self.current = other
+        if self.loops is None:
+            carrier.switch()
+        else:
+            # asyncio keeps the running loop per OS thread, and all tasks share one.
+            loop = self.loops.get()
+            carrier.switch()
+            self.loops.set(loop)
+        if self.reaping:
+            raise greenlet.GreenletExit
 
     def wake(self, task: Task) -> None:
         """Let a waiting task go on; nothing happens to one that does not wait or whose rank is gone."""
@@ -307,6 +353,7 @@ class Scheduler:
     def reap(self) -> None:
         """After a run: unwind what is left. Every primitive raises GreenletExit by now, so nothing can happen."""
         self.reaping = True
+        self._asks_at = 0
         handle, hook = logging.Logger.handle, sys.unraisablehook
         # Executors log every exception, and what is unwound here is nobody's.
         logging.Logger.handle = lambda *_: None  # type: ignore[method-assign]
@@ -317,7 +364,8 @@ class Scheduler:
                     if not task.greenlet:
                         break
                     self.current = task
-                    task.greenlet.throw(greenlet.GreenletExit)
+                    with contextlib.suppress(Exception):  # of a `finally` block that finds things half done
+                        task.greenlet.throw(greenlet.GreenletExit)
             self.current = None
             self.tasks.clear()
             self._ready.clear()
@@ -403,21 +451,31 @@ class Scheduler:
 
 
 class RandomPolicy:
-    """Uniform among what is ready; a running task is left alone with probability 1 - ``preemption``."""
+    """Uniform among what is ready; at each point a running task is left alone with probability 1 - ``preemption``.
 
-    def __init__(self, seed: object, preemption: float = 0.2, warp: float = 0.01) -> None:
+    ``warp`` and ``stall`` are the probabilities of those choices at a point.
+    """
+
+    def __init__(self, seed: object, preemption: float = 0.2, warp: float = 0.01, stall: float = 0.0) -> None:
         self._random = random.Random(f"schedule/{seed}").random
-        self._preemption, self._warp = preemption, warp
+        self._warp = warp
+        total = preemption + warp + stall
+        self._warps, self._stalls = warp / total, (warp + stall) / total
+        self._scale = 1 / math.log1p(-min(total, 0.999))
 
     def born(self, task: Task) -> None: ...
 
+    def gap(self) -> int:
+        return 1 + int(math.log(1.0 - self._random()) * self._scale)  # geometric
+
     def preempt(self, ready: Sequence[Task], current: Task, warp: bool) -> int:
         drawn = self._random()
-        if warp and drawn < self._warp:
-            return len(ready) + 1
-        if not ready or self._random() >= self._preemption:
-            return 0
-        return 1 + int(self._random() * len(ready))
+        if drawn < self._stalls:
+            if drawn >= self._warps:
+                return STALL
+            if warp:
+                return len(ready) + 1
+        return 1 + int(self._random() * len(ready)) if ready else 0
 
     def pick(self, ready: Sequence[Task], warp: bool) -> int:
         if warp and self._random() < self._warp:
@@ -442,6 +500,9 @@ class PctPolicy:
 
     def born(self, task: Task) -> None:
         task.priority = 1.0 + self._rng.random()
+
+    def gap(self) -> int:
+        return 1
 
     def preempt(self, ready: Sequence[Task], current: Task, warp: bool) -> int:
         if self._warps(warp):
@@ -471,6 +532,9 @@ class RoundRobinPolicy:
 
     def born(self, task: Task) -> None: ...
 
+    def gap(self) -> int:
+        return POINTS_MAX
+
     def preempt(self, ready: Sequence[Task], current: Task, warp: bool) -> int:
         return 0
 
@@ -478,64 +542,99 @@ class RoundRobinPolicy:
         return min(range(len(ready)), key=lambda i: ready[i].ident)
 
 
+def varied(seed: object) -> Policy:
+    """A policy drawn from the seed: no single one finds every kind of bug (Burckhardt et al., section 6)."""
+    draw = random.Random(f"policy/{seed}")
+    kind = draw.randrange(4)
+    if kind == 3:
+        return PctPolicy(seed, depth=draw.randint(2, 4), length=draw.choice([100, 400, 1600]))
+    return RandomPolicy(
+        seed,
+        preemption=(0.05, 0.2, 0.5)[kind],
+        warp=draw.choice([0.0, 0.01, 0.05]),
+        stall=draw.choice([0.0, 0.005, 0.05]),
+    )
+
+
 class ReplayPolicy:
-    """Follows a recorded schedule; what comes after its end is decided as `RoundRobinPolicy` does, if ``partial``.
+    """Follows a recorded schedule (`Scheduler.schedule`).
 
     Raises:
         ScheduleDiverged: the record names an option that is not there, or ends too early.
     """
 
-    def __init__(self, schedule: Sequence[int], *, partial: bool = False) -> None:
-        self._schedule, self._at, self._partial = schedule, 0, partial
-        self.options: list[tuple[int, bool]] = []  # per choice: how many, and whether taking another is a preemption
-        self.taken: list[int] = []
+    def __init__(self, schedule: Sequence[int]) -> None:
+        self._schedule, self._at = schedule, 0
 
     def born(self, task: Task) -> None: ...
 
-    def _take(self, options: int, default: int, running: bool) -> int:
-        self.options.append((options, running))
+    def _take(self, least: int, most: int) -> int:
         if self._at >= len(self._schedule):
-            if not self._partial:
-                raise ScheduleDiverged(f"the recorded schedule ends after {self._at} choices, the run does not")
-            choice = default
-        else:
-            choice = self._schedule[self._at]
+            raise ScheduleDiverged(f"the recorded schedule ends after {self._at} choices, the run does not")
+        choice = self._schedule[self._at]
         self._at += 1
-        self.taken.append(choice)
-        if not 0 <= choice < options:
-            raise ScheduleDiverged(f"choice {self._at} of the recorded schedule is {choice}, of {options} options")
+        if not least <= choice <= most:
+            raise ScheduleDiverged(f"choice {self._at} of the recorded schedule is {choice}, not in {least} to {most}")
         return choice
+
+    def gap(self) -> int:
+        return self._take(1, sys.maxsize)
+
+    def preempt(self, ready: Sequence[Task], current: Task, warp: bool) -> int:
+        return self._take(STALL, len(ready) + warp)
+
+    def pick(self, ready: Sequence[Task], warp: bool) -> int:
+        return self._take(0, len(ready) - 1 + warp)
+
+
+class SearchPolicy(RoundRobinPolicy):
+    """Follows ``choices`` (no gaps: every point is one), then does as `RoundRobinPolicy`. Made by
+    `preemption_bounded`."""
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self._choices = choices
+        self.taken: list[int] = []
+        self.options: list[tuple[int, bool]] = []  # per choice: how many, and whether taking another is a preemption
+
+    def gap(self) -> int:
+        return 1
 
     def preempt(self, ready: Sequence[Task], current: Task, warp: bool) -> int:
         return self._take(1 + len(ready) + warp, 0, True)
 
     def pick(self, ready: Sequence[Task], warp: bool) -> int:
-        return self._take(len(ready) + warp, min(range(len(ready)), key=lambda i: ready[i].ident), False)
+        return self._take(len(ready) + warp, super().pick(ready, warp), False)
+
+    def _take(self, options: int, default: int, preemption: bool) -> int:
+        at = len(self.taken)
+        choice = self._choices[at] if at < len(self._choices) else default
+        self.options.append((options, preemption))
+        self.taken.append(choice)
+        return choice
 
 
-def preemption_bounded(run: Callable[[ReplayPolicy], bool], bound: int, runs_max: int) -> list[int] | None:
-    """Systematic search of small cases: every schedule with at most ``bound`` preemptions, fewest first.
+def preemption_bounded(run: Callable[[SearchPolicy], bool], bound: int, runs_max: int) -> list[int] | None:
+    """Systematic search of small cases: every order with at most ``bound`` preemptions, fewest first.
 
-    ``run`` runs once under the policy it is given and says whether all was well. Returns the schedule of the first run
-    that was not, or None after all of them, or after ``runs_max``.
+    ``run`` runs once under the policy it is given and says whether all was well. Returns the choices (`SearchPolicy`)
+    of the first run that was not, or None after all of them, or after ``runs_max``.
     """
     frontier: list[tuple[int, list[int]]] = [(0, [])]
     runs = 0
     while frontier and runs < runs_max:
         spent, prefix = frontier.pop(0)
-        policy = ReplayPolicy(prefix, partial=True)
+        policy = SearchPolicy(prefix)
         runs += 1
         if not run(policy):
             return prefix
         for at in range(len(prefix), len(policy.options)):
-            options, running = policy.options[at]
-            cost = spent + running
+            options, preemption = policy.options[at]
+            cost = spent + preemption
             if cost > bound:
                 continue
             for choice in range(options):
                 if choice != policy.taken[at]:
-                    entry = (cost, [*policy.taken[:at], choice])
-                    # Cheaper schedules first: the shortest explanation of a bug has the fewest preemptions.
+                    # Cheaper orders first: the shortest explanation of a bug has the fewest preemptions.
                     place = next((i for i, other in enumerate(frontier) if other[0] > cost), len(frontier))
-                    frontier.insert(place, entry)
+                    frontier.insert(place, (cost, [*policy.taken[:at], choice]))
     return None

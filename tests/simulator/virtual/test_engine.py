@@ -1,0 +1,160 @@
+"""The deterministic engine runs the same scenarios to the same verdicts, and the same scenario to the same bytes."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from deltaproof.conformance.judge import judge
+from deltaproof.conformance.verdict import Verdict
+from deltaproof.simulator.catalogue import demo_scenarios
+from deltaproof.simulator.explore import explore
+from deltaproof.simulator.faults import RankKill, StoreError
+from deltaproof.simulator.history import History
+from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
+from deltaproof.simulator.strategies import scenarios
+from deltaproof.simulator.virtual.engine import VirtualEngine
+from deltaproof.simulator.virtual.scheduler import ScheduleDiverged, SimulationError
+
+HERE = Path(__file__).parent
+SMALL = Scenario(
+    name="small",
+    tables=(Table(name="item", rows=40), Table(name="city", rows=20, sharding="data_parallel")),
+    workload=Workload(steps=5),
+    publisher=PublisherConfig(every_steps=2),
+    faults=(StoreError(skip=1),),
+)
+
+
+@pytest.fixture(autouse=True)
+def _targets_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def target(name: str) -> str:
+    return f"deltaproof_threaded_target:{name}"
+
+
+def digest(history: History) -> str:
+    """Of everything in a history but the real time it took."""
+    made = hashlib.sha256()
+    made.update(msgspec.json.encode([history.events, history.outcomes, history.fired, history.stacks], enc_hook=str))
+    made.update(repr(history.schedule).encode())
+    for table in (history.writes, history.strays, history.final):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        made.update(sink.getvalue())
+    for fqn, table in history.tables.items():
+        for part in (table.initial, table.steps, table.keys, table.values, table.lookup_steps, table.lookup_keys):
+            made.update(fqn.encode() + part.tobytes())
+    return made.hexdigest()
+
+
+@pytest.mark.parametrize("scenario", demo_scenarios(), ids=lambda s: s.name)
+def test_the_reference_passes_the_demo(scenario: Scenario) -> None:
+    report = judge(VirtualEngine().run(scenario))
+    assert report.verdict is Verdict.HELD, (report.reason, [v.message for v in report.violations])
+    if scenario.expect == "tolerate":
+        assert report.history.succeeded
+    if report.history.succeeded:
+        touched = sum(len(t.last_lookup) for t in report.history.tables.values())
+        assert report.rows_compared == touched > 0
+
+
+@pytest.mark.parametrize("scenario", demo_scenarios(), ids=lambda s: s.name)
+def test_code_that_knows_nothing_of_the_engine_passes_too(scenario: Scenario) -> None:
+    report = judge(VirtualEngine().run(scenario, target("Threaded")))
+    assert report.verdict is Verdict.HELD, (report.reason, [v.message for v in report.violations])
+
+
+def test_another_seed_or_variant_is_another_order() -> None:
+    engine = VirtualEngine()
+    orders = {tuple(engine.run(SMALL, variant=v).schedule or ()) for v in range(5)}
+    assert len(orders) == 5
+
+
+def test_a_recorded_schedule_repeats_the_run() -> None:
+    engine = VirtualEngine()
+    first = engine.run(SMALL, variant=3)
+    assert digest(engine.run(SMALL, schedule=first.schedule)) == digest(first)
+    with pytest.raises(ScheduleDiverged):
+        engine.run(SMALL, schedule=(first.schedule or [])[:-5])
+    assert digest(engine.run(SMALL, variant=3)) == digest(first)  # the engine goes on after that
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@given(scenarios())
+def test_the_same_scenario_gives_the_same_bytes(scenario: Scenario) -> None:
+    engine = VirtualEngine()
+    assert digest(engine.run(scenario)) == digest(engine.run(scenario))
+
+
+def test_another_process_and_hash_seed_give_the_same_bytes() -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_engine as t\n"
+        "for target in ('reference', t.target('Threaded')):\n"
+        "    print(t.digest(t.VirtualEngine().run(t.SMALL, target)))"
+    )
+    sys.path.insert(0, str(HERE))
+    expected = [digest(VirtualEngine().run(SMALL, name)) for name in ("reference", target("Threaded"))]
+    for hash_seed in ("0", "1", "12345"):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        ran = subprocess.run(
+            [sys.executable, "-c", program, str(HERE)], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert ran.stdout.split() == expected, ran.stderr
+
+
+def test_a_killed_rank_leaves_its_peers_to_fail_and_the_job_to_end() -> None:
+    scenario = msgspec.structs.replace(SMALL, faults=(RankKill(rank=1, point="train.after-step", nth=3),))
+    history = VirtualEngine().run(scenario)
+    assert [o.status for o in history.outcomes] == ["error", "killed"] or history.outcomes[0].status == "ended"
+    assert judge(history).verdict is Verdict.HELD
+
+
+def test_a_hang_is_reported_with_the_stacks_of_every_thread() -> None:
+    scenario = msgspec.structs.replace(SMALL, faults=(), deadlines=Deadlines(run_s=30, grace_s=5))
+    for variant in range(200):
+        history = VirtualEngine().run(scenario, target("DeadLock"), variant=variant)
+        if not history.succeeded:
+            break
+    else:
+        pytest.fail("the deadlock never happened")
+    stuck = [o.rank for o in history.outcomes if o.status == "deadlock"] or [
+        o.rank for o in history.outcomes if o.status == "deadline"
+    ]
+    stacks = history.stacks[stuck[0]]
+    assert "in submit" in stacks
+    assert "in sent" in stacks
+    assert "terminates" in judge(history).reason
+
+
+@pytest.mark.parametrize("bug", ["LostWakeUp", "Race", "DeadLock"])
+def test_planted_bugs_of_threading_are_found_and_shrunk(bug: str) -> None:
+    engine = VirtualEngine()
+
+    def holds(scenario: Scenario, shrinking: bool) -> bool:
+        variants = range(30 if shrinking else 1)
+        return not any(judge(engine.run(scenario, target(bug), variant=v)).violations for v in variants)
+
+    campaign = explore(holds, scenarios(), count=2000, seed=20261201, failures_max=1, shrink_s=60)
+    [failure] = campaign.failures
+    assert failure.smallest.world_size <= 2
+    assert failure.smallest.workload.steps <= 3
+
+
+def test_what_cannot_be_simulated_fails_the_run_by_name() -> None:
+    history = VirtualEngine().run(SMALL, target("UsesASocket"))
+    assert SimulationError.__name__ in history.outcomes[0].error
+    assert "socket" in history.outcomes[0].error
