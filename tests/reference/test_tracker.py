@@ -99,6 +99,8 @@ def test_evaluation_quiet_tables_broken_forwards_and_new_storage(ranks: Any, dra
         first_row = 26 * rank
         assert f"DeltaError: id outside this rank's {26 - rank} rows from row {first_row}" in seen["outside"]
         assert f"key {26 + first_row}" in seen["outside"]
+        assert seen["outside again"] == seen["outside"], "a drain that raised forgot the id"
+        assert keys_of(seen["kept"]) == {EBC + "c": [1, 3]}, "a drain that raised forgot the ids of another table"
 
 
 def test_two_real_ranks_publish_every_changed_row_bitwise(ranks: Any) -> None:
@@ -122,9 +124,93 @@ def test_models_that_cannot_be_followed_are_refused_with_the_reason(ranks: Any) 
     assert "'ebc' is not sharded" in messages["unsharded"]
     assert "has no sharded EmbeddingBagCollection" in messages["none"]
     assert "two tables have the name 'x._dmp_wrapped_module.ebc.embedding_bags.a'" in messages["twice"]
-    assert "remaps ids" in messages["collision"]
+    assert "has no '_embedding_module'; the tracker knows torchrec 1.6 to 1.9, this is " in messages["collision"]
+    assert "'mc_ebc._embedding_module' is not sharded" in messages["unsharded zch"]
+    assert "hashes ids before it remaps them (input_hash_func)" in messages["hashed"]
+    assert "remaps ids by HashZchManagedCollisionModule; only MCHManaged" in messages["hash zch"]
     assert "in kernel key_value" in messages["kernel"]
-    assert messages["folded"] == (8, [1, 2, 3], 0)  # never more ids than the bound
-    assert messages["chained"] == "[1, 1]"
-    assert "another tracker was registered after this one" in messages["replaced"]
+    assert messages["cleared"] == 0
+    assert messages["folded"] == (8, [1, 2, 3], 3)  # never more ids than the bound
+    for message in messages["replaced"]:
+        assert "another tracker was registered on 'ebc' after this one" in message
+    assert len(messages["replaced"]) == 2
+    assert "'ebc' looked up without telling its tracker; the tracker knows torchrec 1.6 to 1.9" in messages["silent"]
     assert "'ebc.embedding_bags.b' has no rows on this rank" in messages["elsewhere"]
+
+
+MC_EBC, MC_EC = "mc_ebc._embedding_module.embedding_bags.", "mc_ec._embedding_module.embeddings."
+#: table FQN -> the model's answers in which its rows appear
+ZCH = {MC_EBC + "t": ["mc_ebc fa"], MC_EBC + "u": ["mc_ebc fb", "mc_ebc fc"], MC_EC + "t": ["mc_ec fc"]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_raw_id_ever_published_has_the_row_that_the_model_serves_for_it_now(ranks: Any, world_size: int) -> None:
+    found = ranks("zch", world_size=world_size)
+    pool = raw_ids()
+    store: dict[tuple[str, int], bytes] = {}
+    untouched = moved = 0
+    for interval in range(len(found[0][0])):
+        draws, publications, served = zip(*(of_rank[0][interval] for of_rank in found), strict=True)
+        drawn = {key for few in draws for key in few.tolist()}
+        for published in publications:
+            for fqn, (keys, rows) in published.items():
+                assert keys.dtype == np.int64
+                assert keys.tolist() == sorted(set(keys.tolist()))
+                for key, row in zip(keys.tolist(), rows, strict=True):
+                    untouched += key not in drawn
+                    moved += store.get((fqn, key), row.tobytes()) != row.tobytes() and key not in drawn
+                    store[fqn, key] = row.tobytes()
+        for fqn, answers in ZCH.items():
+            for answer in answers:
+                for key, row in zip(pool.tolist(), served[0][answer], strict=True):
+                    assert store.get((fqn, key), row.tobytes()) == row.tobytes(), (interval, fqn, key)
+    assert {fqn for fqn, _ in store} == set(ZCH)
+    assert len(store) > 50, "few ids were published: the test shows nothing"
+    assert moved > 20, "hardly any id changed without being looked up: the test shows nothing"
+
+
+def test_each_raw_id_is_hosted_by_the_rank_that_publishes_it(ranks: Any) -> None:
+    found = ranks("zch")
+    pool = raw_ids()
+    for fqn in ZCH:
+        masks = np.array([hosted[fqn] for _, hosted, _, _ in found])
+        assert masks.sum(axis=0).tolist() == [1] * len(pool)
+        for (intervals, hosted, after, tables), rank_mask in zip(found, masks, strict=True):
+            assert not hosted["unknown"].any()
+            assert after == {}, "a copy of the model was taken for the model in training"
+            assert (tables[fqn].sharding, tables[fqn].hosted) == ("row_wise", True)
+            theirs = set(pool[~rank_mask].tolist())
+            for _, published, _ in intervals:
+                assert not theirs & set(published.get(fqn, (np.array([]),))[0].tolist())
+
+
+def test_ids_of_a_dynamic_table_go_to_the_source_that_has_its_rows(ranks: Any, drawn: Any) -> None:
+    for rank, (drained, again, rows, tables) in enumerate(ranks("elsewhere")):
+        expected = {fqn: expected_keys(drawn, fqn, rank, (1,)) for fqn in LAYOUT}
+        assert keys_of(drained) == {fqn: keys for fqn, keys in expected.items() if keys}
+        assert again == {}
+        assert rows.tolist() == [[7, 7], [0, 0]]
+        assert tables == sorted(LAYOUT)
+
+
+def test_tracking_and_draining_cause_no_collective(ranks: Any) -> None:
+    for without, tracked, drained in ranks("quiet"):
+        assert without == tracked > 0
+        assert drained == 0
+
+
+def test_torchrecs_own_tracker_and_this_one_see_the_same_lookups(ranks: Any, drawn: Any) -> None:
+    for rank, found in enumerate(ranks("beside")):
+        alone, _ = found["alone"]
+        before, ours = found["before"]
+        assert alone == before, "TorchRec's tracker lost lookups to this one"
+        first_rows = {EBC + "a": 26 * rank}
+        assert keys_of(ours) == {fqn: [i + first_rows.get(fqn, 0) for i in ids] for fqn, ids in before.items() if ids}
+        assert EBC + "a" in ours
+        assert "another tracker was registered on 'ebc' after this one" in found["after"][1]
+
+
+def raw_ids() -> np.ndarray:
+    """Those of torch_rank.py."""
+    spread = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, 24)
+    return np.array([*spread, 0, 5, -2, -(2**63), 2**63 - 2, 2**63 - 1], np.int64)

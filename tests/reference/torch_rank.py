@@ -5,6 +5,7 @@ Leaves what the task returned in `rank<r>.pickle`, or a traceback in `rank<r>.er
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -21,9 +22,13 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -33,9 +38,18 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from deltaproof.reference import tracker
+from deltaproof.reference import dynamic
+from deltaproof.reference.contract import TableRef, strip_wrappers
+from deltaproof.reference.delta import DeltaError
+from deltaproof.reference.dynamic import CombinedSource, DynamicSource, DynamicSpec, IdLog
 from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.settings import Settings
 from deltaproof.reference.tracker import TorchRecSource, TrackerError
@@ -125,10 +139,11 @@ def batch(rank: int, step: int, quiet: tuple[str, ...] = ()) -> dict[str, tuple[
 class Rank:
     """A model of TABLES with its optimizer and a source that follows it."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, tables: dict[str, Any] = TABLES) -> None:
         self.rank = rank
-        self.model = shard(TABLES, world_size)
-        self.dense = torch.optim.SGD([p for n, p in self.model.named_parameters() if n.endswith(".c.weight")], lr=0.1)
+        self.model = shard(tables, world_size)
+        dense = [p for n, p in self.model.named_parameters() if n.endswith(".c.weight")]
+        self.dense = torch.optim.SGD(dense or [torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
     def forward(self, step: int, quiet: tuple[str, ...] = ()) -> Any:
         drawn = batch(self.rank, step, quiet)
@@ -160,7 +175,7 @@ class Rank:
 
 def follow(rank: int, world_size: int, folder: Path) -> Any:
     """Two intervals of two steps: what was drained, gathered, and what the state dict held then."""
-    tracker.COMPACT_AT_IDS = 3  # fold duplicates all the time: what comes out must not change
+    dynamic.FOLD_AT_IDS = 3  # fold duplicates all the time: what comes out must not change
     run = Rank(rank, world_size)
     source = TorchRecSource(run.model)
     intervals = []
@@ -217,11 +232,186 @@ def live(rank: int, world_size: int, folder: Path) -> Any:
                 storage.data = storage.data.clone() + 1  # as a restore or a growing table would
     seen["grown"] = source.gather("ebc.embedding_bags.e", keys) - before
     source._entry("ebc.embedding_bags.a").add(torch.tensor([26]))
-    try:
-        source.drain()
-    except Exception as error:
-        seen["outside"] = f"{type(error).__name__}: {error}"
+    source._entry("ebc.embedding_bags.c").add(torch.tensor([1, 3]))
+    for attempt in ("outside", "outside again"):
+        try:
+            source.drain()
+        except DeltaError as error:
+            seen[attempt] = f"{type(error).__name__}: {error}"
+    source._entry("ebc.embedding_bags.a").clear()
+    seen["kept"] = source.drain()
     return seen
+
+
+ZCH_ROWS, RAW_IDS = 12, 30
+
+
+class ZchModel(nn.Module):
+    """Two pooled ZCH tables in one group and a sequence one; more raw ids than rows, of which each shard shares one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        specs = {
+            "mc_ebc": (torchrec.EmbeddingBagConfig, torchrec.EmbeddingBagCollection, {"t": ["fa"], "u": ["fb", "fc"]}),
+            "mc_ec": (torchrec.EmbeddingConfig, torchrec.EmbeddingCollection, {"t": ["fc"]}),
+        }
+        for owner, (config, kind, tables) in specs.items():
+            configs = [
+                config(name=name, embedding_dim=4, num_embeddings=ZCH_ROWS, feature_names=features)
+                for name, features in tables.items()
+            ]
+            options = {"eviction_policy": LFU_EvictionPolicy(), "eviction_interval": 2} | options
+            remaps: Any = {name: MCHManagedCollisionModule(ZCH_ROWS, CPU, **options) for name in tables}
+            wrapper: Any = (
+                ManagedCollisionEmbeddingBagCollection if owner == "mc_ebc" else ManagedCollisionEmbeddingCollection
+            )
+            setattr(self, owner, wrapper(kind(tables=configs, device=CPU), ManagedCollisionCollection(remaps, configs)))
+
+    def forward(self, features: Any) -> dict[str, torch.Tensor]:
+        """Per feature and owner, one row for each id of a batch whose bags hold one id each."""
+        pooled, sequence = self.mc_ebc(features)[0].to_dict(), self.mc_ec(features)[0]
+        rows = {f"mc_ebc {feature}": value for feature, value in pooled.items()}
+        return rows | {f"mc_ec {feature}": jagged.values() for feature, jagged in sequence.items()}
+
+
+def shard_zch(world_size: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = ZchModel(**options)
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+    sharders: Any = [ManagedCollisionEmbeddingBagCollectionSharder(), ManagedCollisionEmbeddingCollectionSharder()]
+    plan = {
+        owner: construct_module_sharding_plan(
+            model.get_submodule(owner),
+            dict.fromkeys(tables, RW),
+            sharder=sharder,
+            local_size=1,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for owner, tables, sharder in zip(("mc_ebc", "mc_ec"), (["t", "u"], ["t"]), sharders, strict=True)
+    }
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan(plan), sharders=sharders)
+
+
+def raw_ids() -> np.ndarray:
+    """All over int64, the ends of it and small ones among them; never -1."""
+    spread = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, RAW_IDS - 6)
+    return np.array([*spread, 0, 5, -2, -(2**63), 2**63 - 2, 2**63 - 1], np.int64)
+
+
+def zch(rank: int, world_size: int, folder: Path) -> Any:
+    """Intervals of training: what this rank publishes after each, and what the model serves for every raw id then."""
+    model = shard_zch(world_size)
+    source = CombinedSource([TorchRecSource(model)])
+    pool, draw = raw_ids(), np.random.default_rng([3, rank])
+
+    def forward(ids: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        values = torch.from_numpy(np.concatenate([ids[feature] for feature in FEATURES]))
+        answer: dict[str, torch.Tensor] = model(
+            torchrec.KeyedJaggedTensor(
+                keys=list(FEATURES), lengths=torch.ones(len(values), dtype=torch.int32), values=values
+            )
+        )
+        return answer
+
+    found = []
+    for interval in range(12):
+        few = draw.choice(pool, 8)
+        for _ in range(interval % 3):
+            sum(row.square().sum() for row in forward({f: draw.choice(few, 6) for f in FEATURES}).values()).backward()  # type: ignore[union-attr]
+        drained = source.drain()
+        published = {fqn: (keys, source.gather(fqn, keys)) for fqn, keys in drained.items()}
+        model.eval()
+        with source.paused(), torch.no_grad():
+            served = {key: rows.numpy().copy() for key, rows in forward(dict.fromkeys(FEATURES, pool)).items()}
+        model.train()
+        found.append((few, published, served))
+    copied = copy.deepcopy(model.module.mc_ebc._managed_collision_collection._managed_collision_modules["t"])
+    copied.remap({"t": torchrec.JaggedTensor(torch.tensor([5]), lengths=torch.tensor([1]))})
+    hosted = {fqn: source.hosts(fqn, pool) for fqn in (*source.tables(), "unknown")}
+    return found, hosted, source.drain(), source.tables()
+
+
+def elsewhere(rank: int, world_size: int, folder: Path) -> Any:
+    """Table `d` is declared dynamic: its ids go to the other source, as they are, and its rows come from there."""
+    run = Rank(rank, world_size)
+    rows = StoredRows()
+    dynamic_source = DynamicSource([DynamicSpec(TableRef("ec", "ec", "d"), rows, ("fa",))])
+    source = CombinedSource([TorchRecSource(run.model, dynamic_source), dynamic_source])
+    run.train(1)
+    with source.paused():
+        run.forward(2)
+    drained = dict(source.drain())
+    again = source.drain()
+    return drained, again, source.gather("ec.embeddings.d", np.array([7, 8])), sorted(source.tables())
+
+
+class StoredRows:
+    """A dynamic table that found key 7 alone."""
+
+    dim = 2
+
+    def flush(self) -> None:
+        pass
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.full((len(keys), 2), 7, np.float32), keys == 7
+
+    def pop_evicted(self) -> np.ndarray:
+        return np.empty(0, np.int64)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to a process group while it is entered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def quiet(rank: int, world_size: int, folder: Path) -> Any:
+    """Collectives of a training step without a tracker and with one, and of a drain with everything it drained."""
+    run = Rank(rank, world_size)
+    for step in (1, 2, 3):
+        run.train(step)  # DistributedDataParallel arranges its buckets anew after its first steps
+    counts = []
+    with Collectives() as mode:
+        run.train(4)
+    counts.append(mode.count)
+    source = TorchRecSource(run.model)
+    with Collectives() as mode:
+        run.train(5)
+    counts.append(mode.count)
+    with Collectives() as mode:
+        for fqn, keys in source.drain().items():
+            source.gather(fqn, keys)
+            source.hosts(fqn, keys)
+    counts.append(mode.count)
+    return counts
+
+
+def beside(rank: int, world_size: int, folder: Path) -> Any:
+    """TorchRec's own tracker alone, made before ours, and made after ours: what each has seen."""
+    tables = {"ebc": {"a": (8, ["fa"], RW), "b": (4, ["fb"], TW(1))}, "ec": {"d": (8, ["fc"], TW(0))}}
+    found: dict[str, Any] = {}
+    for order in ("alone", "before", "after"):
+        run = Rank(rank, world_size, tables)
+        source = TorchRecSource(run.model) if order == "after" else None
+        theirs = ModelDeltaTrackerTrec(run.model)
+        source = TorchRecSource(run.model) if order == "before" else source
+        ours: Any = None
+        try:
+            for step in (1, 2):
+                run.train(step)
+                theirs.step()
+            ours = source.drain() if source is not None else None
+        except TrackerError as error:
+            ours = str(error)
+        found[order] = ({strip_wrappers(fqn): ids.tolist() for fqn, ids in theirs.get_unique_ids().items()}, ours)
+    return found
 
 
 class FolderClient:
@@ -292,27 +482,42 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
         "twice": twice,
         "collision": collision,
         "kernel": quantised,
+        "unsharded zch": ZchModel(),
+        "hashed": shard_zch(1, input_hash_func=lambda ids, _: ids),
+        "hash zch": shard_zch(1),
     }
+    of_other_kind = models["hash zch"].module.mc_ebc._managed_collision_collection._managed_collision_modules
+    of_other_kind["t"] = HashZchManagedCollisionModule(ZCH_ROWS, CPU, total_num_buckets=1)
     messages: dict[str, Any] = {}
-    tracker.COMPACT_AT_IDS = 8
-    record, counts = tracker._Record(), []
+    dynamic.FOLD_AT_IDS = 8
+    log, counts = IdLog(lambda parts: torch.unique(torch.cat(parts))), []
     for _ in range(50):
-        record.add(torch.tensor([1, 2, 3, 2]))
-        counts.append(record.count)
-    messages["folded"] = (max(counts), record.take().tolist(), record.count)
+        log.add(torch.tensor([1, 2, 3, 2]))
+        counts.append(log.count)
+    messages["folded"] = (max(counts), log.fold().tolist(), log.count)
+    log.clear()
+    messages["cleared"] = log.count
     for name, model in models.items():
         try:
             TorchRecSource(model)
         except TrackerError as error:
             messages[name] = str(error)
     tracked = shard(one, 1)
-    source, other = TorchRecSource(tracked), TorchRecSource(tracked)
-    run_once(tracked)
-    messages["chained"] = str([each._entry("ebc.embedding_bags.a").count for each in (source, other)])
+    source = TorchRecSource(tracked)
+    tracked.get_submodule("_dmp_wrapped_module.ebc").register_post_lookup_tracker_fn(print)
+    for attempt in (source.drain, lambda: run_once(tracked)):
+        try:
+            attempt()
+        except TrackerError as error:
+            messages.setdefault("replaced", []).append(str(error))
+    silent = shard(one, 1)
+    source = TorchRecSource(silent)
+    ebc = silent.get_submodule("_dmp_wrapped_module.ebc")
+    ebc.compute_and_output_dist = lambda ctx, features: ebc.output_dist(ctx, ebc.compute(ctx, features))
     try:
-        source.drain()
+        run_once(silent)
     except TrackerError as error:
-        messages["replaced"] = str(error)
+        messages["silent"] = str(error)
     try:
         source.gather("ebc.embedding_bags.b", np.array([1]))
     except TrackerError as error:
@@ -338,6 +543,10 @@ def run(task: str, rank: int, world_size: int, folder: str) -> None:
         "live": live,
         "publish": publish,
         "refuse": refuse,
+        "zch": zch,
+        "elsewhere": elsewhere,
+        "quiet": quiet,
+        "beside": beside,
         "example": example,
     }
     try:
