@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
-from typing import Literal
+from os import PathLike
+from pathlib import Path
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -12,7 +16,7 @@ from .contract import EmbeddingType, Naming
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one publisher; the same on every rank. Credentials are never part of it.
+    """Settings of one publisher; the same on every rank. Credentials are never part of it. docs/publisher.md lists all.
 
     Raises:
         ValueError: no or two cadences, an empty or "default" version, or a number out of range.
@@ -47,12 +51,39 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spill: str | None = None  # the same for what could not be delivered: `deltaproof resend`
     settle_s: float = 2.0  # a restart waits this long for the last requests of the job before it
 
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read a TOML file whose keys are the fields of this class.
+
+        Raises:
+            ValueError: names the file, the key, and what to do. Never repeats what stands in a key it does not know.
+        """
+        try:
+            found = msgspec.toml.decode(Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); name a TOML file of settings") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not TOML: {error}") from None
+        for key in sorted(found.keys() - set(cls.__struct_fields__)):
+            raise ValueError(f"{path}: key {key!r} {_cure(key, cls.__struct_fields__)}")
+        try:
+            return msgspec.convert(found, cls)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at `$.")
+            key = f"key {where[:-1]!r}: " if where else ""
+            raise ValueError(f"{path}: {key}{what}; docs/publisher.md says what each key takes") from None
+
     def __post_init__(self) -> None:
         for name in ("project", "view", "entity"):
             if not getattr(self, name).strip():
                 raise ValueError(f"setting {name} is empty")
         check_version(self.version)
         check_endpoint(self.endpoint)
+        for name in ("retain", "spill"):
+            if "@" in urlsplit(getattr(self, name) or "").netloc:
+                raise ValueError(
+                    f"setting {name} holds a login; give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID and so on"
+                )
         if (self.every_steps is None) == (self.every_minutes is None):
             raise ValueError("set exactly one of every_steps and every_minutes")
         floors = {
@@ -79,6 +110,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, most in (("shard_count", 20), ("replication_count", 3)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"setting {name} is {getattr(self, name)}, expected 1 to {most}")
+
+
+def _cure(key: str, known: tuple[str, ...]) -> str:
+    """What to do about a key that is not a setting."""
+    if re.search(r"(?i)secret|password|token|credential|access_?key|username", key):
+        return (
+            "looks like a credential, which no file should hold: take it out, change it if others could read it, and "
+            "set the environment variables that docs/publisher.md names"
+        )
+    near = difflib.get_close_matches(key, known, 1)
+    return f"is unknown; {f'did you mean {near[0]!r}?' if near else 'docs/publisher.md lists the keys'}"
 
 
 def check_version(version: str) -> None:

@@ -1,4 +1,5 @@
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +43,8 @@ def test_settings_survive_json() -> None:
         ({"ttl_s": 0}, "setting ttl_s"),
         ({"shard_count": 21}, "expected 1 to 20"),
         ({"replication_count": 4}, "expected 1 to 3"),
+        ({"settle_s": -0.1}, "setting settle_s is -0.1"),
+        ({"settle_s": float("nan")}, "setting settle_s is nan"),
     ],
 )
 def test_a_wrong_setting_is_named_when_the_settings_are_made(change: dict[str, Any], message: str) -> None:
@@ -134,3 +137,63 @@ def test_settings_changed_later_are_checked_again() -> None:
         msgspec.structs.replace(Settings(**GOOD), endpoint="http://10.0.0.7")
     with pytest.raises(msgspec.ValidationError, match="clear text"):
         msgspec.convert({**GOOD, "endpoint": "http://10.0.0.7"}, Settings)
+
+
+@pytest.mark.parametrize("name", ["retain", "spill"])
+def test_a_place_for_shards_takes_no_login(name: str) -> None:
+    assert getattr(Settings(**GOOD, **{name: "s3://bucket/a@b"}), name) == "s3://bucket/a@b"
+    with pytest.raises(ValueError, match=f"setting {name} holds a login") as caught:
+        Settings(**GOOD, **{name: "s3://AKIA:hunter2@bucket/prefix"})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "publisher.toml"
+
+
+def test_a_toml_file_gives_the_settings_it_names(file: Path) -> None:
+    file.write_text('project = "p"\nview = "v"\nversion = "v1"\nevery_minutes = 5\nnaming = "role"\nsettle_s = 0.5\n')
+    expected = Settings(project="p", view="v", version="v1", every_minutes=5.0, naming="role", settle_s=0.5)
+    assert Settings.load(file) == Settings.load(str(file)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('project = "p\nview = "v"', r"is not TOML: .*line 1"),
+        (b"\xff", "is not TOML"),
+        ("every_step = 1", r"key 'every_step' is unknown; did you mean 'every_steps'\?"),
+        ("zzz = 1", "key 'zzz' is unknown; docs/publisher.md lists the keys"),
+        ("[publisher]\nproject = 'p'", "key 'publisher' is unknown"),
+        ("every_steps = '5'", "key 'every_steps': Expected `int | null`, got `str`; docs/publisher.md"),
+        ("naming = 'table'", "key 'naming': Invalid enum value 'table'"),
+        ("every_steps = 5", "Object missing required field `project`"),
+        ("project = 'p'\nview = 'v'\nversion = 'default'\nevery_steps = 5", "setting version is 'default'"),
+        ("project = 'p'\nview = 'v'\nversion = 'v1'", "set exactly one of every_steps and every_minutes"),
+    ],
+)
+def test_a_bad_file_says_where_and_what_to_do(file: Path, text: str | bytes, said: str) -> None:
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=said) as caught:
+        Settings.load(file)
+    assert str(caught.value).startswith(str(file))
+
+
+def test_a_missing_file_says_so(file: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"publisher.toml cannot be read \(No such file or directory\); name a TOML file"
+    ):
+        Settings.load(file)
+
+
+@pytest.mark.parametrize(
+    "key", ["access_key_secret", "featuredb_password", "security_token", "AccessKeyId", "username"]
+)
+def test_a_credential_in_a_file_is_refused_and_not_repeated(file: Path, key: str) -> None:
+    file.write_text(f'project = "p"\n{key} = "hunter2"\n')
+    with pytest.raises(
+        ValueError, match=f"key '{key}' looks like a credential.*set the environment variables"
+    ) as caught:
+        Settings.load(file)
+    assert "hunter2" not in str(caught.value)
