@@ -36,6 +36,7 @@ SCHEMAS: dict[EmbeddingType, pa.Schema] = {
 TRAILER_BYTES = 4  # of an int8 row: scale and offset, fp16 little-endian each
 KEY_RESERVED = -1  # the store's own sentinel; every other int64 is a legal key
 CHUNK_ROWS = 64_000
+CHECK_ROWS = 16_000
 
 
 class DeltaError(ValueError):
@@ -171,7 +172,7 @@ def validate(table: pa.Table, dims: Mapping[str, int] | None = None) -> None:
     """
     if not any(table.schema.names == known.names and table.schema.types == known.types for known in SCHEMAS.values()):
         raise DeltaError(f"schema is {table.schema}, expected one of {SCHEMAS}", table="", key=None, step=None)
-    for batch in table.to_batches(max_chunksize=CHUNK_ROWS):  # however large a chunk is, the masks below stay small
+    for batch in table.to_batches(max_chunksize=CHECK_ROWS):  # however large a chunk is, the masks below stay small
         if batch.num_rows and (found := _first_offender(batch, dims)):
             row, what = found
             fqn, key, step = (batch[name][row].as_py() for name in ("table_fqn", "key_id", "global_step"))
