@@ -16,17 +16,22 @@ from __future__ import annotations
 
 import _thread
 import bisect
+import contextlib
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .errors import (
     AlreadyExists,
+    BodyTooLarge,
     DimensionMismatch,
     EntityNotFound,
     InUse,
@@ -37,8 +42,12 @@ from .errors import (
     ProjectNotFound,
     ReservedKey,
     SchemaMismatch,
+    SnapshotNotFound,
     ViewNotFound,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Int64Array = npt.NDArray[np.int64]
 _RowNumbers = slice | npt.NDArray[np.intp]
@@ -47,11 +56,19 @@ ValueType = Literal["float32", "uint8"]
 DEFAULT_PROJECT: Final = "deltaproof"
 RESERVED_KEY: Final = -1
 SCAN_ROWS_MAX: Final = 65_536  # rows per batch of a scan
+SCAN_BYTES_MAX: Final = 2**24  # likewise; a batch of one row may be larger
+DIM_MAX: Final = 65_536  # of an embedding
+TABLES_MAX: Final = 4_096  # named by one write
+REPLY_BYTES_MAX: Final = 2**28  # of a lookup's reply
 PENDING_ROWS_MAX: Final = 16_384  # of one table
 _PENDING_BYTES_MAX: Final = 2**23
+_OFFSET_MAX: Final = 2**31 - 1  # of Arrow's strings and lists
 _CELLS_MIN: Final = 16  # of a hash table; always a power of two
 _LOAD_MAX: Final = 0.5
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_STEPS_MAX: Final = 64  # of a search in it; at that load one in 2^64 searches would take more
+_WINDOW: Final = 2**20  # elements that are indexed one by one at a time
+_HALF: Final = np.uint64(32)
+_NEVER: Final = np.iinfo(np.int64).min  # a ts below any
 NAME_LENGTH_MAX: Final = 256
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _ARROW_TYPES: Final[dict[str, pa.DataType]] = {"float32": pa.float32(), "uint8": pa.uint8()}
@@ -150,6 +167,10 @@ class _Image(NamedTuple):
     values: npt.NDArray[Any]  # (rows, dim)
     order: npt.NDArray[np.intp]
 
+    @property
+    def value_bytes(self) -> int:
+        return self.values.shape[1] * self.values.itemsize
+
     def take(self, rows: slice | npt.NDArray[np.intp]) -> tuple[Int64Array, Int64Array, npt.NDArray[Any]]:
         """(keys, ts, values) of some rows, numbered in order of their keys."""
         places = self.order[rows]
@@ -157,7 +178,7 @@ class _Image(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """One write's rows of one (version, pk), as they came; copied, since they may be a sliver of a large body."""
+    """One write's rows of one (version, pk), as they came."""
 
     keys: Int64Array
     ts: int
@@ -184,135 +205,146 @@ class _Rows:
     the same steps as in any other, but each step is taken for many rows at once: writes wait until there are
     ``PENDING_ROWS_MAX`` rows of them, or somebody reads. Then they change the rows in place, so their cost does not
     grow with the rows stored. An image shares the columns until old rows are next changed, which copies them first.
+
+    No key lies more than ``_STEPS_MAX`` steps from where its search begins. The hash is drawn anew for every table and
+    whenever that would not hold, so nobody can choose keys whose searches are long.
     """
 
-    def __init__(self, write: _Write) -> None:
-        self.dim = write.values.shape[1]
+    def __init__(self, dim: int, dtype: npt.DTypeLike) -> None:
+        self.dim = dim
         self._count = 0
         self._shared = False
         self._keys = np.empty(0, dtype=np.int64)
         self._ts = np.empty(0, dtype=np.int64)
         self._arrival = np.empty(0, dtype=np.int64)
-        self._values = np.empty((0, self.dim), dtype=write.values.dtype)
+        self._values = np.empty((0, dim), dtype=dtype)
+        self.value_bytes = dim * self._values.itemsize
+        self._hash = _Hash.draw()
         self._cells = np.full(_CELLS_MIN, -1, dtype=np.int32)
+        self._torn = False
         self._pending: list[_Write] = []
         self._pending_rows = 0
-        self.put(write)
 
     def put(self, write: _Write) -> None:
-        """Merge one write: of each key the row of the greatest ts stays, with equal ts the later."""
+        """Merge one write, sooner or later: of each key the row of the greatest ts stays, with equal ts the later."""
         self._pending.append(write)
         self._pending_rows += len(write.keys)
-        if self._pending_rows >= PENDING_ROWS_MAX or self._pending_rows * write.values[0].nbytes >= _PENDING_BYTES_MAX:
-            self._settle()
 
-    def _settle(self) -> None:
+    @property
+    def is_due(self) -> bool:
+        """Whether enough writes wait."""
+        return self._pending_rows >= PENDING_ROWS_MAX or self._pending_rows * self.value_bytes >= _PENDING_BYTES_MAX
+
+    def settle(self) -> None:
+        """Merge what waits. What runs out of memory on its way can be done once more."""
         if not self._pending:
             return
-        writes = self._pending
+        if self._torn:
+            self._rehash(len(self._cells), self._count)
+        writes = sorted(self._pending, key=lambda write: write.ts)  # stable: equal ts stay in order of arrival
         counts = [len(write.keys) for write in writes]
-        keys, values = (np.concatenate(columns) for columns in zip(*((w.keys, w.values) for w in writes), strict=True))
+        keys = np.concatenate([write.keys for write in writes])
         ts, arrival = (np.repeat(numbers, counts) for numbers in zip(*((w.ts, w.arrival) for w in writes), strict=True))
-        if (ts[1:] < ts[:-1]).any():
-            order = np.argsort(ts, kind="stable")
-            keys, values, ts, arrival = keys[order], values.take(order, axis=0), ts[order], arrival[order]
-        places = self._probe(keys)[0]
+        places = self._probe(keys)
         new = np.flatnonzero(places < 0)
         if len(new) < len(keys) and self._shared:
             self._copy(len(self._keys))
         if len(new):
             places[new] = self._insert(keys[new])
+        # A row as one item: NumPy then moves it as such, three times as fast.
+        item = f"V{self.value_bytes}"
+        rows = self._values.view(item)[:, 0]
         newer = self._ts[places] <= ts
-        if not newer.all():
-            places, values, ts, arrival = places[newer], values[newer], ts[newer], arrival[newer]
+        if newer.all():
+            start = 0
+            for write, count in zip(writes, counts, strict=True):
+                rows[places[start : start + count]] = write.values.view(item)[:, 0]
+                start += count
+        else:
+            places, ts, arrival = places[newer], ts[newer], arrival[newer]
+            rows[places] = np.concatenate([write.values for write in writes])[newer].view(item)[:, 0]
         # Where a place comes twice NumPy leaves the later: that of the greater ts, or of the later arrival.
         self._ts[places], self._arrival[places] = ts, arrival
-        # A row as one item: NumPy then moves it as such, three times as fast.
-        item = f"V{values.dtype.itemsize * self.dim}"
-        self._values.view(item)[:, 0][places] = values.view(item)[:, 0]
-        self._pending, self._pending_rows = [], 0  # last: what runs out of memory on its way can be done once more
+        self._pending, self._pending_rows = [], 0
 
-    def _probe(self, keys: Int64Array) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """(place of each key, or -1; the cell that names it, or the free cell where its search ended)."""
+    def _probe(self, keys: Int64Array) -> npt.NDArray[np.intp]:
+        """The place of each key, or -1."""
         mask = len(self._cells) - 1
-        cells = _hash(keys, mask)
+        cells = self._hash.cells(keys, mask)
         places = self._cells[cells].astype(np.intp)  # NumPy would convert it again at every use
         if not self._count:
-            return places, cells
+            return places
         # A free cell's -1 picks some key, which is not looked at.
         open_ = np.flatnonzero((places >= 0) & (self._keys[places] != keys))
-        step = 0
-        while len(open_):
-            step += 1
+        for step in range(1, _STEPS_MAX + 1):
+            if not len(open_):
+                return places
             at = (cells[open_] + step) & mask
             found = self._cells[at]
             cells[open_], places[open_] = at, found
             open_ = open_[(found >= 0) & (self._keys[found] != keys[open_])]
-        return places, cells
-
-    def _insert(self, keys: Int64Array) -> npt.NDArray[np.intp]:
-        """Append keys that are not there, with a ts below any; a key may come twice."""
-        self._make_room(len(keys))
-        places = np.empty(len(keys), dtype=np.intp)
-        todo = np.arange(len(keys))
-        while len(todo):
-            places[todo], cells = self._probe(keys[todo])
-            absent = np.flatnonzero(places[todo] < 0)
-            todo, cells = todo[absent], cells[absent]
-            # Of those whose searches ended at the same cell one gets it; the others, perhaps of the same key, go on.
-            mark = np.arange(len(todo))
-            self._cells[cells] = mark
-            gets = self._cells[cells] == mark
-            first, self._count = self._count, self._count + int(np.count_nonzero(gets))
-            added = np.arange(first, self._count)
-            self._cells[cells[gets]], places[todo[gets]] = added, added
-            self._keys[added], self._ts[added] = keys[todo[gets]], np.iinfo(np.int64).min
-            todo = todo[~gets]
+        places[open_] = -1  # no key lies farther off
         return places
 
-    def _make_room(self, rows: int) -> None:
-        """For that many rows more, in the columns and in the hash table."""
-        count, size = self._count + rows, len(self._cells)
+    def _insert(self, keys: Int64Array) -> npt.NDArray[np.intp]:
+        """Append keys that are not there, with a ts below any; a key may come twice. The place of each."""
+        keys, which = np.unique(keys, return_inverse=True)
+        first, count = self._count, self._count + len(keys)
         if count > len(self._keys):
-            self._copy(max(count, 2 * self._count))
+            self._copy(max(count, 2 * first))
+        self._keys[first:count], self._ts[first:count] = keys, _NEVER
+        size = len(self._cells)
         while count > _LOAD_MAX * size:
             size *= 2
-        if size == len(self._cells):
-            return
-        self._cells = np.full(size, -1, dtype=np.int32)
-        for start in range(0, self._count, SCAN_ROWS_MAX):
-            places = np.arange(start, min(start + SCAN_ROWS_MAX, self._count))
-            while len(places):
-                cells = self._probe(self._keys[places])[1]
-                self._cells[cells] = places
-                places = places[self._cells[cells] != places]
+        places = np.arange(first, count)
+        self._torn = True
+        if size > len(self._cells) or not _claim(self._cells, self._hash.cells(keys, size - 1), places):
+            self._rehash(size, count)
+        self._count, self._torn = count, False
+        return places[which]
+
+    def _rehash(self, size: int, count: int) -> None:
+        """Another hash table of ``size`` cells or more, of the first ``count`` rows, under another hash."""
+        while True:
+            hash_, cells = _Hash.draw(), np.full(size, -1, dtype=np.int32)
+            parts = (slice(start, min(start + SCAN_ROWS_MAX, count)) for start in range(0, count, SCAN_ROWS_MAX))
+            if all(
+                _claim(cells, hash_.cells(self._keys[part], size - 1), np.arange(part.start, part.stop))
+                for part in parts
+            ):
+                self._hash, self._cells, self._torn = hash_, cells, False
+                return
+            size *= 2
 
     def _copy(self, capacity: int) -> None:
         """Other columns of the same content, which no image shares."""
+        grown = {}
         for name in ("_keys", "_ts", "_arrival", "_values"):
             old = getattr(self, name)
             # Not zeroed: the system gives memory to what is written to, so spare room takes none.
-            grown = np.empty((capacity, *old.shape[1:]), dtype=old.dtype)
-            grown[: self._count] = old[: self._count]
-            setattr(self, name, grown)
-        self._shared = False
+            grown[name] = np.empty((capacity, *old.shape[1:]), dtype=old.dtype)
+            grown[name][: self._count] = old[: self._count]
+        vars(self).update(grown, _shared=False)
 
     def trim(self) -> None:
         """Merge what waits, and give spare room back."""
-        self._settle()
+        self.settle()
         if len(self._keys) > self._count:
             self._copy(self._count)
 
-    def find(self, keys: Int64Array, expired_before: int) -> tuple[npt.NDArray[np.intp], Int64Array, npt.NDArray[Any]]:
-        """(which of ``keys`` exist, their ts, their values (found, dim))."""
-        self._settle()
-        places = self._probe(keys)[0]
+    def find(self, keys: Int64Array, expired_before: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """(which of ``keys`` exist, their places until the next write)."""
+        self.settle()
+        places = self._probe(keys)
         found = places >= 0
         if expired_before:
             found &= self._arrival[places] >= expired_before
         rows = np.flatnonzero(found)
-        places = places[rows]
-        return rows, self._ts[places], self._values.take(places, axis=0)
+        return rows, places if len(rows) == len(places) else places[rows]
+
+    def take(self, places: npt.NDArray[np.intp]) -> tuple[Int64Array, npt.NDArray[Any]]:
+        """(ts, values (rows, dim)) of the rows there."""
+        return self._ts[places], self._values.take(places, axis=0)
 
     def _visible(self, expired_before: int, after_ts: int) -> npt.NDArray[np.bool_] | None:
         """Which rows are of arrivals from ``expired_before`` on and above ``after_ts``; None: all."""
@@ -321,13 +353,13 @@ class _Rows:
         return (self._arrival[: self._count] >= expired_before) & (self._ts[: self._count] > after_ts)
 
     def count(self, expired_before: int) -> int:
-        self._settle()
+        self.settle()
         visible = self._visible(expired_before, 0)
         return self._count if visible is None else int(np.count_nonzero(visible))
 
     def image(self, expired_before: int, after_ts: int) -> _Image:
         """The visible rows as they are now, whatever is written later."""
-        self._settle()
+        self.settle()
         count, visible = self._count, self._visible(expired_before, after_ts)
         if visible is None or visible.all():
             order = np.argsort(self._keys[:count])
@@ -341,36 +373,88 @@ class _Rows:
         return _Image(self._keys[:count], self._ts[:count], self._values[:count], order)
 
 
-def _hash(keys: Int64Array, mask: int) -> npt.NDArray[np.intp]:
-    """A cell of ``mask + 1`` (a power of two) for each key: the top bits of its product with 2^64 / golden ratio."""
-    return ((keys.view(np.uint64) * _GOLDEN) >> np.uint64(64 - mask.bit_length())).view(np.int64)
+class _Hash(NamedTuple):
+    """Two odd factors, secret, with a shift between them: from outside nobody can tell which keys collide."""
+
+    first: np.uint64
+    second: np.uint64
+
+    @classmethod
+    def draw(cls) -> _Hash:
+        return cls(*(np.uint64(secrets.randbits(64) | 1) for _ in range(2)))
+
+    def cells(self, keys: Int64Array, mask: int) -> npt.NDArray[np.intp]:
+        """A cell of ``mask + 1`` (a power of two) for each key: the top bits of the mixed key."""
+        mixed = keys.view(np.uint64) * self.first
+        mixed ^= mixed >> _HALF
+        mixed *= self.second
+        mixed >>= np.uint64(64 - mask.bit_length())
+        return mixed.view(np.int64)
+
+
+def _claim(cells: npt.NDArray[np.int32], at: npt.NDArray[np.intp], places: npt.NDArray[np.intp]) -> bool:
+    """Enter different, absent keys, whose searches begin ``at``. False, and half done, if a search grew too long."""
+    mask = len(cells) - 1
+    for step in range(1, _STEPS_MAX + 2):
+        free = cells[at] < 0
+        cells[at[free]] = places[free]  # of several that want the same cell, one gets it
+        others = np.flatnonzero(cells[at] != places)
+        if not len(others):
+            return True
+        at, places = (at[others] + step) & mask, places[others]
+    return False
+
+
+class _Life:
+    """Of a view, from its creation until it is dropped; shared with whatever must not outlive it."""
+
+    ended = False
 
 
 class _View:
     def __init__(self, spec: ViewSpec) -> None:
         self.spec = spec
+        self.life = _Life()
         self.entries: list[_Entry] = []
         self.versions: dict[str, dict[str, _Rows]] = {}
         self.high_water: dict[str, int] = {}
 
 
 class Snapshot(NamedTuple):
-    """A consistent image of one version. ``ts`` is its high-water mark; ``batches()`` yields READ schema batches."""
+    """A consistent image of one version. ``ts`` is its high-water mark; ``batches()`` yields READ schema batches.
+
+    It can be read until its view is dropped, also if another view of that name is made then.
+    """
 
     ts: int
     rows: int
     schema: pa.Schema
     parts: tuple[tuple[str, _Image], ...]
+    life: _Life
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole snapshot as Arrow columns."""
+        return sum(len(image.order) * _row_bytes(pk, image.value_bytes) for pk, image in self.parts)
 
     def batches(self, rows_max: int = SCAN_ROWS_MAX) -> Iterator[pa.RecordBatch]:
-        """Batches of at most ``rows_max`` rows, ordered by pk then sk."""
+        """Batches of at most ``rows_max`` rows and about ``SCAN_BYTES_MAX`` bytes, ordered by pk then sk.
+
+        Raises SnapshotNotFound at once if the view is gone; what has begun goes on.
+        """
+        if self.life.ended:
+            raise SnapshotNotFound("the snapshot went with its view, which was dropped: take a new one")
+        return self._batches(rows_max)
+
+    def _batches(self, rows_max: int) -> Iterator[pa.RecordBatch]:
         for pk, image in self.parts:
-            for start in range(0, len(image.order), rows_max):
-                keys, ts, values = image.take(slice(start, start + rows_max))
-                yield _read_batch(self.schema, pk, keys, values, ts)
+            rows = max(1, min(rows_max, SCAN_BYTES_MAX // _row_bytes(pk, image.value_bytes)))
+            for start in range(0, len(image.order), rows):
+                keys, ts, values = image.take(slice(start, start + rows))
+                yield _read_batch(self.schema, pa.repeat(pk, len(keys)), pa.array(keys), values, ts)
 
     def table(self) -> pa.Table:
-        """The whole snapshot as one table."""
+        """The whole snapshot as one table. Raises SnapshotNotFound."""
         return pa.Table.from_batches(self.batches(), schema=self.schema)
 
 
@@ -407,12 +491,16 @@ def _list_array(flat: npt.NDArray[Any], offsets: npt.NDArray[np.int32]) -> pa.Li
 
 
 def _read_batch(
-    schema: pa.Schema, pk: str, keys: Int64Array, values: npt.NDArray[Any], ts: Int64Array
+    schema: pa.Schema, pk: pa.StringArray, sk: pa.Int64Array, values: npt.NDArray[Any], ts: Int64Array
 ) -> pa.RecordBatch:
     rows, dim = values.shape
-    offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(dim)
-    columns = [pa.repeat(pk, rows), pa.array(keys), _list_array(values.reshape(-1), offsets), pa.array(ts)]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    offsets = np.arange(0, rows * dim + 1, dim, dtype=np.int32)
+    return pa.RecordBatch.from_arrays([pk, sk, _list_array(values.reshape(-1), offsets), pa.array(ts)], schema=schema)
+
+
+def _row_bytes(pk: str, value_bytes: int) -> int:
+    """Of one row as Arrow: two offsets, key and ts beside the name and the embedding."""
+    return len(pk.encode()) + 4 + 8 + 4 + value_bytes + 8
 
 
 def _first_row(mask: npt.NDArray[np.bool_]) -> int:
@@ -420,29 +508,36 @@ def _first_row(mask: npt.NDArray[np.bool_]) -> int:
 
 
 class _Batch(NamedTuple):
-    """A checked write, grouped by pk: ``groups`` are (pk, row numbers, dim)."""
+    """A checked write, grouped by pk: ``groups`` are (pk, row numbers, dim). ``body_bytes`` stay in memory for it."""
 
     batch: pa.RecordBatch
     keys: Int64Array
     flat: npt.NDArray[Any]
     offsets: npt.NDArray[np.int32]
     groups: list[tuple[str, _RowNumbers, int]]
+    body_bytes: int
 
     def values(self, rows: _RowNumbers, dim: int) -> npt.NDArray[Any]:
         """The (rows, dim) matrix of some rows, all of length dim; a view when they stand together."""
         if isinstance(rows, slice):
             return self.flat[self.offsets[rows.start] : self.offsets[rows.stop]].reshape(-1, dim)
-        return self.flat[self.offsets[rows][:, None] + np.arange(dim)]
+        values = np.empty((len(rows), dim), dtype=self.flat.dtype)
+        for part in _windows(len(rows), dim):
+            values[part] = self.flat[self.offsets[rows[part]][:, None] + np.arange(dim)]
+        return values
 
 
-def _column(batch: pa.RecordBatch, name: str, want: pa.DataType, where: str) -> Any:
-    column = batch.column(name)
-    if column.type != want:
-        raise SchemaMismatch(f"{where}: column {name} is {column.type}, want {want}")
-    if column.null_count:
-        row = _first_row(np.asarray(column.is_null()))
-        raise SchemaMismatch(f"{where}: column {name} is null in row {row} (and {column.null_count - 1} others)")
-    return column
+def _windows(rows: int, dim: int) -> Iterator[slice]:
+    """Cut ``rows`` so that an index of each element, which takes more memory than the element, stays small."""
+    step = max(1, _WINDOW // dim)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _body_bytes(buffer: pa.Buffer | None) -> int:
+    """Of the memory that a buffer, perhaps a sliver of it, keeps from being given back."""
+    while buffer is not None and buffer.parent is not None:
+        buffer = buffer.parent
+    return buffer.size if buffer is not None else 0
 
 
 def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
@@ -459,83 +554,135 @@ def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
         raise SchemaMismatch(f"{where}: columns {batch.schema.names}, want {want.names}")
     if batch.schema.names != want.names:
         batch = batch.select(want.names)
-    pk = _column(batch, "pk", want.field("pk").type, where)
-    sk = _column(batch, "sk", want.field("sk").type, where)
-    column = batch.column("embedding")
-    if not pa.types.is_list(column.type) or column.type.value_type != _ARROW_TYPES[spec.value_type]:
-        raise SchemaMismatch(f"{where}: column embedding is {column.type}, want {want.field('embedding').type}")
-    embedding = _column(batch, "embedding", column.type, where)
-    if embedding.values.null_count and embedding.flatten().null_count:  # flatten: without what is not this slice's
-        raise SchemaMismatch(f"{where}: column embedding holds null elements")
-    keys = sk.to_numpy()
-    reserved = keys == RESERVED_KEY
-    if reserved.any():
-        row = _first_row(reserved)
+    if not (as_wanted := batch.schema.equals(want, check_metadata=True)):
+        for field, found in zip(want, batch.schema.types, strict=True):
+            both_lists = pa.types.is_list(found) and pa.types.is_list(field.type)
+            if found.value_type != field.type.value_type if both_lists else found != field.type:
+                raise SchemaMismatch(f"{where}: column {field.name} is {found}, want {field.type}")
+    pk, sk, embedding = (_without_nulls(batch.column(name), name, where) for name in want.names)
+    elements = embedding.values
+    if elements.null_count:
+        elements = embedding.flatten()  # without what is not this slice's
+        if elements.null_count:
+            raise SchemaMismatch(f"{where}: column embedding holds null elements")
+        embedding = pa.ListArray.from_arrays(_from_zero(embedding.offsets.to_numpy()), elements)
+    keys, offsets, flat = sk.to_numpy(), embedding.offsets.to_numpy(), elements.to_numpy()
+    if (keys == RESERVED_KEY).any():
+        row = _first_row(keys == RESERVED_KEY)
         raise ReservedKey(f"{where}, table {pk[row]}: key {RESERVED_KEY} is reserved (row {row} of the batch)")
-    offsets = embedding.offsets.to_numpy()
-    flat = embedding.values.to_numpy()[offsets[0] : offsets[-1]]
-    offsets = offsets - offsets[0]
+    flat, offsets = flat[offsets[0] : offsets[-1]], _from_zero(offsets)
     if spec.value_type == "float32":
         finite = np.isfinite(flat)
         if not finite.all():
             row = int(np.searchsorted(offsets, _first_row(~finite), side="right")) - 1
             raise NonFiniteValue(f"{where}, table {pk[row]}, key {keys[row]}: the embedding holds NaN or infinity")
-    # Rebuilt, so that every logged batch has one schema, whatever the sender called its list items.
-    embedding = pa.ListArray.from_arrays(embedding.offsets, embedding.values, type=want.field("embedding").type)
-    batch = pa.RecordBatch.from_arrays([pk, sk, embedding], schema=want)
-    return _Batch(batch, keys, flat, offsets, _group(where, pk, keys, offsets[1:] - offsets[:-1]))
+    if not as_wanted:
+        # Rebuilt, so that every logged batch has one schema, whatever the sender called its list items.
+        embedding = pa.ListArray.from_arrays(embedding.offsets, elements, type=want.field("embedding").type)
+        batch = pa.RecordBatch.from_arrays([pk, sk, embedding], schema=want)
+    return _Batch(batch, keys, flat, offsets, _group(where, pk, keys, offsets), _body_bytes(elements.buffers()[1]))
+
+
+def _without_nulls(column: pa.Array, name: str, where: str) -> Any:
+    if column.null_count:
+        row = _first_row(np.asarray(column.is_null()))
+        raise SchemaMismatch(f"{where}: column {name} is null in row {row} (and {column.null_count - 1} others)")
+    return column
+
+
+def _from_zero(offsets: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return offsets - offsets[0] if offsets[0] else offsets
 
 
 def _group(
-    where: str, pk: pa.StringArray, keys: Int64Array, lengths: npt.NDArray[np.int32]
+    where: str, pk: pa.StringArray, keys: Int64Array, offsets: npt.NDArray[np.int32]
 ) -> list[tuple[str, _RowNumbers, int]]:
-    groups = []
+    groups: list[tuple[str, _RowNumbers, int]] = []
+    same = _step(offsets)
     for name, rows in _rows_by_name(pk):
+        if len(groups) == TABLES_MAX:
+            raise InvalidParameter(f"{where}: over {TABLES_MAX} different embedding names in one write: send fewer")
         if not name or len(name) > 4 * NAME_LENGTH_MAX:
             raise SchemaMismatch(f"{where}: embedding name {name[:80]!r} is empty or too long")
-        its_lengths = lengths[rows]
-        dim = int(its_lengths[0])
-        other = its_lengths != dim
-        if dim == 0 or other.any():
-            row = _first_row(other)
+        dim = same
+        if dim is None:
+            lengths = (offsets[1:] - offsets[:-1])[rows]
+            dim = int(lengths[0])
+            if (lengths != dim).any():
+                row = _first_row(lengths != dim)
+                raise DimensionMismatch(
+                    f"{where}, table {name}, key {keys[rows][row]}: embedding of length {lengths[row]}, want {dim} "
+                    "as in the batch's first row of that table"
+                )
+        if not 1 <= dim <= DIM_MAX:
             raise DimensionMismatch(
-                f"{where}, table {name}, key {keys[rows][row]}: embedding of length {its_lengths[row]}, want "
-                + ("at least 1" if dim == 0 else f"{dim} as in the batch's first row of that table")
+                f"{where}, table {name}, key {keys[rows][0]}: embedding of length {dim}, want 1 to {DIM_MAX}"
             )
         groups.append((name, rows, dim))
     return groups
 
 
-def _rows_by_name(names: pa.StringArray) -> list[tuple[str, _RowNumbers]]:
-    """Each different name with the rows that bear it, in order; a slice when they stand together."""
+def _rows_by_name(names: pa.StringArray, among: Mapping[str, Any] | None = None) -> list[tuple[str, _RowNumbers]]:
+    """Each different name (``among`` these) with the rows that bear it, in order; a slice when they stand together."""
     count = len(names)
     if not count:
         return []
     if _is_one_name(names):
-        return [(names[0].as_py(), slice(0, count))]
+        name = names[0].as_py()
+        return [(name, slice(0, count))] if among is None or name in among else []
     encoded = names.dictionary_encode()
-    different, codes = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
+    different, codes = encoded.dictionary, encoded.indices.to_numpy()
+    if among is None:
+        wanted = list(enumerate(different.to_pylist()))
+    else:  # a request may name millions that nobody wrote
+        numbers = pc.index_in(pa.array(list(among), pa.string()), value_set=different).to_pylist()
+        wanted = sorted((code, name) for code, name in zip(numbers, among, strict=True) if code is not None)
     if (codes[1:] >= codes[:-1]).all():  # codes count from 0 in order of appearance
-        bounds = np.searchsorted(codes, np.arange(len(different) + 1)).tolist()
-        return [(name, slice(*bounds[code : code + 2])) for code, name in enumerate(different)]
+        bounds = np.searchsorted(codes, np.arange(len(different) + 1))
+        return [(name, slice(*bounds[code : code + 2].tolist())) for code, name in wanted]
     order = np.argsort(codes, kind="stable")  # stable: the later row of a key stays the later one
-    bounds = np.searchsorted(codes[order], np.arange(len(different) + 1)).tolist()
-    return [(name, order[slice(*bounds[code : code + 2])]) for code, name in enumerate(different)]
+    bounds = np.searchsorted(codes[order], np.arange(len(different) + 1))
+    return [(name, order[slice(*bounds[code : code + 2].tolist())]) for code, name in wanted]
+
+
+def _step(offsets: npt.NDArray[np.int32]) -> int | None:
+    """The difference between neighbours, if it is the same everywhere."""
+    if len(offsets) < 2:
+        return None
+    first, last = int(offsets[0]), int(offsets[-1])
+    step = int(offsets[1]) - first
+    if step <= 0 or last - first != step * (len(offsets) - 1):
+        return 0 if (offsets == first).all() else None
+    even = np.arange(first, last + 1, step, dtype=np.int32)
+    return step if pa.py_buffer(offsets).equals(pa.py_buffer(even)) else None
 
 
 def _is_one_name(names: pa.StringArray) -> bool:
     """Whether all are equal, seen from their bytes: many times faster than encoding them, and nearly always so."""
-    _, offsets_buffer, data_buffer = names.buffers()
-    count = len(names)
+    _, offsets_buffer, data = names.buffers()
     # With a count: a sender's buffer may be a few bytes longer than its numbers.
-    offsets = np.frombuffer(offsets_buffer, np.int32, names.offset + count + 1)[names.offset :]
-    length = int(offsets[1]) - int(offsets[0])
-    if (offsets[1:] - offsets[:-1] != length).any():
-        return False
+    offsets = np.frombuffer(offsets_buffer, np.int32, names.offset + len(names) + 1)[names.offset :]
+    length = _step(offsets)
     if not length:
-        return True
-    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]].reshape(count, length)
-    return bool((data == data[0]).all())
+        return length == 0
+    # Each like the next, all at once.
+    first, size = int(offsets[0]), length * (len(names) - 1)
+    return bool(data.slice(first, size).equals(data.slice(first + length, size)))
+
+
+def _bounded(read: Callable[P, R]) -> Callable[P, R]:
+    """What memory cannot hold is refused like any other reply that is too large."""
+
+    @functools.wraps(read)
+    def bounded(*arguments: P.args, **keywords: P.kwargs) -> R:
+        try:
+            return read(*arguments, **keywords)
+        except MemoryError:
+            raise BodyTooLarge(
+                f"{read.__name__}: more than memory holds; ask for less, or end what else uses it"
+            ) from None
+
+    return bounded
 
 
 class Store:
@@ -543,8 +690,10 @@ class Store:
 
     ``now_ms`` is the store's wall clock in ms (TTL, default ts); ``monotonic_ms`` stamps the log (default: now_ms, so
     that a virtual clock is the only clock). ``projects`` exist from the start. ``history=False`` keeps no log, so that
-    memory follows the live rows; the properties need the log.
+    memory follows the live rows; the properties need the log. ``reply_bytes_max`` bounds what one lookup returns.
     """
+
+    reply_bytes_max: int = REPLY_BYTES_MAX
 
     def __init__(
         self,
@@ -558,6 +707,7 @@ class Store:
         self._monotonic_ms = monotonic_ms or now_ms
         self._first_projects = tuple(projects)
         self._history = history
+        self._views: dict[tuple[str, str], _View] = {}
         self._lock = _thread.RLock()  # not threading.RLock: a simulator replaces that one with a scheduling point
         self.reset()
 
@@ -569,9 +719,11 @@ class Store:
         with self._lock:
             now_ms = self.now_ms()
             self._record("reset", {"projects": list(projects), "now_ms": now_ms})
+            for view in self._views.values():
+                view.life.ended = True
             self._created_ms: dict[tuple[str, ...], int] = {}
             self._entities: dict[tuple[str, str], EntitySpec] = {}
-            self._views: dict[tuple[str, str], _View] = {}
+            self._views = {}
             self._arrivals = 0
             self._written_ms: list[int] = []  # by arrival; never falls, so that one bisect answers TTL
             self._numbers: dict[tuple[str, ...], int] = {}
@@ -675,10 +827,11 @@ class Store:
             return [view.spec for view in self._views.values() if project in (None, view.spec.project)]
 
     def drop_view(self, project: str, name: str) -> None:
-        """Raises ViewNotFound. The rows and the log of the view go with it."""
+        """Raises ViewNotFound. The rows, the log and the snapshots of the view go with it."""
         with self._lock:
-            self._view(project, name)
+            dropped = self._view(project, name)
             self._record("drop-view", {"project": project, "name": name})
+            dropped.life.ended = True
             del self._views[project, name]
             del self._created_ms["view", project, name]
 
@@ -708,36 +861,51 @@ class Store:
         """Append a batch (columns of ``write_schema``), all rows under one ``ts`` (ms). All or nothing.
 
         Raises ViewNotFound, InvalidVersion, InvalidTimestamp, SchemaMismatch, ReservedKey, NonFiniteValue,
-        DimensionMismatch. The store keeps references to the batch's buffers: hand it memory that nobody changes.
+        DimensionMismatch, InvalidParameter (too many tables), BodyTooLarge (out of memory). The store keeps references
+        to the batch's buffers: hand it memory that nobody changes.
         """
         with self._lock:
             target = self._view(project, view)
-            checked = self._check_write(target, batch, version, ts)
-            arrival = self._arrivals
-            entry = _Entry(arrival, self._monotonic_ms(), version, ts, checked.batch, client, request_id)
+            arrival, t_ms = self._arrivals, self._monotonic_ms()
             written_ms = max(self.now_ms(), self._written_ms[-1] if self._written_ms else 0)
             # One field per setting of a write: DurableStore reads them back.
             fields = {"project": project, "view": view, "version": version, "ts": ts, "client": client}
-            fields |= {"request_id": request_id, "written_ms": written_ms, "t_ms": entry.t_ms}
-            self._record("write", fields, checked.batch)
+            fields |= {"request_id": request_id, "written_ms": written_ms, "t_ms": t_ms}
+            try:
+                checked = self._check_write(target, batch, version, ts)
+                parts = self._split(checked, ts, arrival)
+                self._record("write", fields, checked.batch)
+            except MemoryError:
+                raise BodyTooLarge("write: more than memory holds; send less, or end what else uses it") from None
             self._arrivals += 1
             self._written_ms.append(written_ms)
-            if checked.batch.num_rows:
-                self._append(target, checked, entry)
+            if parts:
+                self._append(target, parts, _Entry(arrival, t_ms, version, ts, checked.batch, client, request_id))
             return WriteResult(checked.batch.num_rows, arrival)
 
-    def _append(self, target: _View, checked: _Batch, entry: _Entry) -> None:
-        tables = target.versions.setdefault(entry.version, {})
+    def _split(self, checked: _Batch, ts: int, arrival: int) -> list[tuple[str, _Write]]:
+        """A write's rows by table, without copying but for a sliver that would keep a large body in memory."""
+        parts = []
         for pk, rows, dim in checked.groups:
-            keys, values = np.array(checked.keys[rows]), np.array(checked.values(rows, dim))
-            write = _Write(keys, entry.ts, entry.arrival, values)
-            if pk in tables:
-                tables[pk].put(write)
-            else:
-                tables[pk] = _Rows(write)
+            keys, values = checked.keys[rows], checked.values(rows, dim)
+            if not self._history and 4 * values.nbytes < checked.body_bytes:
+                keys, values = np.array(keys), np.array(values)
+            parts.append((pk, _Write(keys, ts, arrival, values)))
+        return parts
+
+    def _append(self, target: _View, parts: list[tuple[str, _Write]], entry: _Entry) -> None:
+        tables = target.versions.setdefault(entry.version, {})
+        for pk, write in parts:
+            if pk not in tables:
+                tables[pk] = _Rows(write.values.shape[1], write.values.dtype)
+            tables[pk].put(write)
         target.high_water[entry.version] = max(entry.ts, target.high_water.get(entry.version, 0))
         if self._history:
             target.entries.append(entry)
+        for pk, _ in parts:
+            if tables[pk].is_due:
+                with contextlib.suppress(MemoryError):  # the rows are there, and whoever reads them tries again
+                    tables[pk].settle()
 
     def check_write(self, project: str, view: str, batch: pa.RecordBatch | pa.Table, *, version: str, ts: int) -> None:
         """Raise what ``write`` would raise, and change nothing."""
@@ -766,50 +934,59 @@ class Store:
             return 0
         return bisect.bisect_right(self._written_ms, self.now_ms() - 1000 * spec.ttl_s)
 
+    def check_reply(self, nbytes: int) -> None:
+        """Raise BodyTooLarge for a reply of more bytes than ``reply_bytes_max``, or than Arrow's offsets can count."""
+        if nbytes > (limit := min(self.reply_bytes_max, _OFFSET_MAX)):
+            raise BodyTooLarge(f"the reply would take {nbytes} bytes, over {limit}: ask for fewer rows at a time")
+
+    @_bounded
     def lookup(
         self, project: str, view: str, version: str, pk: pa.StringArray | Sequence[str], sk: Int64Array | pa.Int64Array
     ) -> pa.Table:
         """Rows of ``zip(pk, sk)`` that exist, in request order, as a ``read_schema`` table.
 
-        Raises ViewNotFound, InvalidVersion, SchemaMismatch (wrong types, nulls or unequal lengths).
+        Raises ViewNotFound, InvalidVersion, SchemaMismatch (wrong types, nulls or unequal lengths), BodyTooLarge.
         """
         check_version(version)
         with self._lock:
             target = self._view(project, view)
-            names, keys = _lookup_request(pk, sk)
+            names, numbers = _lookup_request(pk, sk)
+            keys = numbers.to_numpy()
             schema = read_schema(target.spec.value_type)
             expired_before = self._expired_before(target.spec)
             tables = target.versions.get(version, {})
-            hits: list[tuple[str, npt.NDArray[np.intp], Int64Array, npt.NDArray[Any]]] = []
-            for name, rows in _rows_by_name(names):
-                if name not in tables:
-                    continue
-                found, ts, values = tables[name].find(keys[rows], expired_before)
-                if len(found):
-                    numbers = found + rows.start if isinstance(rows, slice) else rows[found]
-                    hits.append((name, numbers, ts, values))
+            found = []
+            for name, rows in _rows_by_name(names, tables):
+                which, places = tables[name].find(keys[rows], expired_before)
+                if len(which):
+                    found.append((name, which + rows.start if isinstance(rows, slice) else rows[which], places))
+            self.check_reply(sum(len(at) * _row_bytes(name, tables[name].value_bytes) for name, _, at in found))
+            hits = [tables[name].take(places) for name, _, places in found]
         if not hits:
             return schema.empty_table()
         if len(hits) == 1:
-            name, rows, ts, values = hits[0]
-            return pa.Table.from_batches([_read_batch(schema, name, keys[rows], values, ts)])
-        where = np.concatenate([rows for _, rows, _, _ in hits])
+            (name, rows, _), (ts, values) = found[0], hits[0]
+            if len(rows) < len(names):
+                names, numbers = pa.repeat(name, len(rows)), pa.array(keys[rows])
+            return pa.Table.from_batches([_read_batch(schema, names, numbers, values, ts)])
+        where = np.concatenate([rows for _, rows, _ in found])
         order = np.argsort(where)
-        flat, offsets = _interleave([values for _, _, _, values in hits], order)
+        flat, offsets = _interleave([values for _, values in hits], order)
         rows = where[order]
         columns = [
             names.take(pa.array(rows)),
             pa.array(keys[rows]),
             _list_array(flat, offsets),
-            pa.array(np.concatenate([ts for _, _, ts, _ in hits])[order]),
+            pa.array(np.concatenate([ts for ts, _ in hits])[order]),
         ]
         return pa.Table.from_arrays(columns, schema=schema)
 
+    @_bounded
     def snapshot(
         self, project: str, view: str, version: str, *, after_ts: int = 0, tables: Sequence[str] | None = None
     ) -> Snapshot:
         """A consistent image of a version, unaffected by later writes: rows with ts above ``after_ts``, of ``tables``
-        (values of pk; default: all).
+        (values of pk; default: all). Raises ViewNotFound, InvalidVersion, BodyTooLarge (out of memory).
         """
         check_version(version)
         with self._lock:
@@ -824,12 +1001,13 @@ class Store:
                     parts.append((pk, image))
             high_water = target.high_water.get(version, 0)
         rows_total = sum(len(image.order) for _, image in parts)
-        return Snapshot(high_water, rows_total, read_schema(target.spec.value_type), tuple(parts))
+        return Snapshot(high_water, rows_total, read_schema(target.spec.value_type), tuple(parts), target.life)
 
     def scan(self, project: str, view: str, version: str) -> Iterator[pa.RecordBatch]:
         """All rows of a version now, as ``read_schema`` batches ordered by pk then sk."""
         return self.snapshot(project, view, version).batches()
 
+    @_bounded
     def changes(self, project: str, view: str, version: str, cursor_ts: int) -> tuple[pa.Table, int]:
         """(rows whose current ts is above ``cursor_ts``, the cursor for the next call). A cursor never falls."""
         snapshot = self.snapshot(project, view, version, after_ts=cursor_ts)
@@ -841,6 +1019,7 @@ class Store:
         with self._lock:
             return self._view(project, view).high_water.get(version, 0)
 
+    @_bounded
     def rows(self, project: str, view: str, version: str) -> int:
         """How many rows a scan of the version would yield."""
         check_version(version)
@@ -867,12 +1046,15 @@ class Store:
             for entity in self.entities(project):
                 past.create_entity(entity)
             past.create_view(target.spec)
+            past._view(project, view).life = target.life  # what is read of it goes with the view, too
+            past.reply_bytes_max = self.reply_bytes_max
             past._created_ms = dict(self._created_ms)
             past._written_ms = list(self._written_ms)
             cut_ms = self.now_ms() - age_ms
             for entry in target.entries[: len(target.entries) - writes] if writes < len(target.entries) else ():
                 if self._written_ms[entry.arrival] <= cut_ms:
-                    past._append(past._view(project, view), check_batch(target.spec, entry.batch), entry)
+                    parts = past._split(check_batch(target.spec, entry.batch), entry.ts, entry.arrival)
+                    past._append(past._view(project, view), parts, entry)
             return past
 
     def log(self, project: str, view: str) -> pa.Table:
@@ -911,7 +1093,7 @@ def as_array(values: Any, want: pa.DataType) -> pa.Array:
 
 def _lookup_request(
     pk: pa.StringArray | Sequence[str], sk: Int64Array | pa.Int64Array
-) -> tuple[pa.StringArray, Int64Array]:
+) -> tuple[pa.StringArray, pa.Int64Array]:
     try:
         pk, sk = as_array(pk, pa.string()), as_array(sk, pa.int64())
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -921,7 +1103,7 @@ def _lookup_request(
             f"lookup: want equally long pk string and sk int64 without nulls, got {pk.type}[{len(pk)}] and "
             f"{sk.type}[{len(sk)}]"
         )
-    return pk, sk.to_numpy()
+    return pk, sk
 
 
 def _interleave(
@@ -936,7 +1118,9 @@ def _interleave(
     flat = np.empty(offsets[-1], dtype=matrices[0].dtype)
     start = 0
     for matrix in matrices:
-        at = offsets[target[start : start + len(matrix)]]
-        flat[at[:, None] + np.arange(matrix.shape[1])] = matrix
-        start += len(matrix)
+        rows, dim = matrix.shape
+        at = offsets[target[start : start + rows]]
+        for part in _windows(rows, dim):
+            flat[at[part][:, None] + np.arange(dim)] = matrix[part]
+        start += rows
     return flat, offsets

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deltaproof.fakes import store as store_module
 from deltaproof.fakes.errors import (
     AlreadyExists,
+    BodyTooLarge,
     DimensionMismatch,
     EntityNotFound,
     FakeError,
@@ -20,9 +24,19 @@ from deltaproof.fakes.errors import (
     NonFiniteValue,
     ReservedKey,
     SchemaMismatch,
+    SnapshotNotFound,
     ViewNotFound,
 )
-from deltaproof.fakes.store import EntitySpec, Store, ViewSpec, log_schema, read_schema
+from deltaproof.fakes.store import (
+    DIM_MAX,
+    SCAN_BYTES_MAX,
+    TABLES_MAX,
+    EntitySpec,
+    Store,
+    ViewSpec,
+    log_schema,
+    read_schema,
+)
 
 from .kit import PROJECT, VERSION, VIEW, make_view, rows
 
@@ -216,7 +230,7 @@ def test_a_clock_that_steps_back_expires_nothing_early(clock: Clock) -> None:
         (rows(["t", "u"], [5, 6], [[1.0], [NAN]]), NonFiniteValue, ["table u", "key 6"]),
         (rows(["t"], [5], [[1.0, -INF]]), NonFiniteValue, ["table t", "key 5"]),
         (rows(["t", "t"], [5, 6], [[1.0], [1.0, 2.0]]), DimensionMismatch, ["table t", "key 6", "length 2", "want 1"]),
-        (rows(["t"], [5], [[]]), DimensionMismatch, ["table t", "at least 1"]),
+        (rows(["t"], [5], [[]]), DimensionMismatch, ["table t", "1 to 65536"]),
         (rows([None], [5], [[1.0]]), SchemaMismatch, ["pk", "null"]),  # type: ignore[list-item]
         (rows(["t"], [None], [[1.0]]), SchemaMismatch, ["sk", "null"]),  # type: ignore[list-item]
         (rows(["t"], [5], [None]), SchemaMismatch, ["embedding", "null"]),  # type: ignore[list-item]
@@ -380,3 +394,126 @@ def test_many_small_writes_merge_to_the_same_as_one(store: Store) -> None:
             get(store, "t", keys[0])
     found = pa.Table.from_batches(store.scan(PROJECT, VIEW, VERSION)).to_pylist()
     assert {row["sk"]: (row["ts"], row["embedding"][0]) for row in found} == newest
+
+
+# Bounds
+
+
+def test_a_lookup_is_refused_before_its_reply_is_made(store: Store) -> None:
+    wide, count = 2**14, 2**20
+    store.write(PROJECT, VIEW, rows(["w", "n"], [1, 1], [[0.5] * wide, [0.5]]), version=VERSION, ts=5)
+    for names in (pa.repeat("w", count), pa.concat_arrays([pa.repeat("w", count - 1), pa.array(["n"])])):
+        with pytest.raises(BodyTooLarge, match="fewer rows"):  # 64 GiB
+            store.lookup(PROJECT, VIEW, VERSION, names, pa.repeat(1, count))
+    store.reply_bytes_max = 10_000
+    with pytest.raises(BodyTooLarge):
+        store.lookup(PROJECT, VIEW, VERSION, pa.repeat("n", 500), pa.repeat(1, 500))
+    assert store.lookup(PROJECT, VIEW, VERSION, pa.repeat("w", count), pa.repeat(2, count)).num_rows == 0
+
+
+def test_what_arrow_cannot_count_is_refused_whatever_the_limit(clock: Clock) -> None:
+    store = Store(clock)
+    make_view(store, value_type="uint8")
+    store.reply_bytes_max = 2**62
+    store.write(PROJECT, VIEW, rows(["t"], [1], [[7] * 2**16], pa.uint8()), version=VERSION, ts=5)
+    with pytest.raises(BodyTooLarge, match=str(2**31 - 1)):
+        store.lookup(PROJECT, VIEW, VERSION, pa.repeat("t", 2**15), pa.repeat(1, 2**15))
+
+
+@settings(max_examples=30)
+@given(
+    tables=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3),
+    value_type=st.sampled_from(["float32", "uint8"]),
+)
+def test_a_replys_bytes_are_counted_exactly(tables: list[tuple[int, int]], value_type: Any) -> None:
+    store = Store(Clock())
+    make_view(store, value_type=value_type)
+    names: list[str] = []
+    keys: list[int] = []
+    for number, (dim, count) in enumerate(tables):
+        name = "t" * (number + 1)
+        batch = rows([name] * count, list(range(count)), [[1] * dim] * count, pa.from_numpy_dtype(value_type))
+        store.write(PROJECT, VIEW, batch, version=VERSION, ts=5)
+        names += [name] * count
+        keys += range(count)
+    snapshot = store.snapshot(PROJECT, VIEW, VERSION)
+    found = store.lookup(PROJECT, VIEW, VERSION, names, keys)
+    item = 4 if value_type == "float32" else 1
+    assert snapshot.nbytes == sum(count * (n + 1 + 4 + 8 + 4 + 8 + item * dim) for n, (dim, count) in enumerate(tables))
+    assert 0 <= found.nbytes - snapshot.nbytes < 64  # Arrow may say in a bitmap that nothing is null
+    store.reply_bytes_max = snapshot.nbytes
+    assert store.lookup(PROJECT, VIEW, VERSION, names, keys).equals(found)
+    store.reply_bytes_max -= 1
+    with pytest.raises(BodyTooLarge):
+        store.lookup(PROJECT, VIEW, VERSION, names, keys)
+
+
+def test_dimensions_are_bounded_and_wide_rows_scanned_in_small_batches(store: Store) -> None:
+    with pytest.raises(DimensionMismatch, match=f"length {DIM_MAX + 1}, want 1 to {DIM_MAX}"):
+        put(store, "t", 1, [0.0] * (DIM_MAX + 1), ts=5)
+    count = 2 * SCAN_BYTES_MAX // (4 * DIM_MAX) + 1
+    values = pa.ListArray.from_arrays(
+        pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(DIM_MAX)),
+        pa.array(np.arange(count * DIM_MAX, dtype=np.float32)),
+    )
+    columns = [pa.repeat("t", count), pa.array(range(count)), values]
+    store.write(PROJECT, VIEW, pa.RecordBatch.from_arrays(columns, ["pk", "sk", "embedding"]), version=VERSION, ts=5)
+    batches = list(store.scan(PROJECT, VIEW, VERSION))
+    assert pa.Table.from_batches(batches).column("embedding").combine_chunks().values.equals(values.values)
+    assert all(batch.nbytes <= SCAN_BYTES_MAX + 8 for batch in batches)
+    assert len(batches) <= 4
+
+
+def test_one_write_names_a_bounded_number_of_tables(store: Store) -> None:
+    names = [f"t{number}" for number in range(TABLES_MAX + 1)]
+    with pytest.raises(InvalidParameter, match=str(TABLES_MAX)):
+        store.write(PROJECT, VIEW, rows(names, [1] * len(names), [[1.0]] * len(names)), version=VERSION, ts=5)
+    assert store.versions(PROJECT, VIEW) == []
+    store.write(PROJECT, VIEW, rows(names[1:], [1] * TABLES_MAX, [[1.0]] * TABLES_MAX), version=VERSION, ts=5)
+    assert store.rows(PROJECT, VIEW, VERSION) == TABLES_MAX
+    found = store.lookup(PROJECT, VIEW, VERSION, names, [1] * len(names))
+    assert found.column("pk").to_pylist() == names[1:]
+
+
+def test_mixed_rows_wider_than_a_window_are_told_apart(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_WINDOW", 16)
+    draw = np.random.default_rng(3)
+    names = [["t", "u", "v"][number] for number in draw.integers(0, 3, 60)]
+    dims = {"t": 3, "u": 8, "v": 20}
+    values = [draw.integers(0, 99, dims[name]).astype(float).tolist() for name in names]
+    store.write(PROJECT, VIEW, rows(names, list(range(60)), values), version=VERSION, ts=5)
+    assert store.lookup(PROJECT, VIEW, VERSION, names, range(60)).column("embedding").to_pylist() == values
+
+
+# Slices
+
+
+def test_nulls_outside_a_slice_do_no_harm(store: Store) -> None:
+    whole = rows(["t"] * 3, [1, 2, 3], [[None], [2.0], [3.0]])  # type: ignore[list-item]
+    store.write(PROJECT, VIEW, whole.slice(1), version=VERSION, ts=5)
+    assert get(store, "t", 2) == ([2.0], 5)
+    assert store.log(PROJECT, VIEW).column("embedding").to_pylist() == [[2.0], [3.0]]
+    with pytest.raises(SchemaMismatch, match="null elements"):
+        store.write(PROJECT, VIEW, whole.slice(0, 2), version=VERSION, ts=5)
+
+
+# Snapshots
+
+
+def test_a_snapshot_goes_with_its_view(store: Store) -> None:
+    put(store, "t", 1, [1.0], ts=5)
+    kept = [store.snapshot(PROJECT, VIEW, VERSION), store.as_of(PROJECT, VIEW).snapshot(PROJECT, VIEW, VERSION)]
+    begun = kept[0].batches(1)
+    store.drop_view(PROJECT, VIEW)
+    for snapshot in kept:
+        with pytest.raises(SnapshotNotFound, match="dropped"):
+            snapshot.batches()
+    store.create_view(ViewSpec(PROJECT, VIEW, "entity"))
+    put(store, "t", 1, [2.0], ts=5)
+    kept.append(store.snapshot(PROJECT, VIEW, VERSION))
+    assert kept[-1].table().num_rows == 1
+    assert next(begun).num_rows == 1  # what has begun goes on
+    store.reset()
+    for snapshot in kept:
+        with pytest.raises(SnapshotNotFound):
+            snapshot.table()
