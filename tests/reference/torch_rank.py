@@ -269,8 +269,8 @@ class ZchModel(nn.Module):
 
     def forward(self, features: Any) -> dict[str, torch.Tensor]:
         """Per feature and owner, one row for each id of a batch whose bags hold one id each."""
-        pooled, sequence = self.mc_ebc(features)[0].to_dict(), self.mc_ec(features)[0]
-        rows = {f"mc_ebc {feature}": value for feature, value in pooled.items()}
+        pooled, sequence = (self.get_submodule(owner)(features)[0] for owner in ("mc_ebc", "mc_ec"))
+        rows = {f"mc_ebc {feature}": value for feature, value in pooled.to_dict().items()}
         return rows | {f"mc_ec {feature}": jagged.values() for feature, jagged in sequence.items()}
 
 
