@@ -36,7 +36,7 @@ SCHEMAS: dict[EmbeddingType, pa.Schema] = {
 TRAILER_BYTES = 4  # of an int8 row: scale and offset, fp16 little-endian each
 KEY_RESERVED = -1  # the store's own sentinel; every other int64 is a legal key
 CHUNK_ROWS = 64_000
-CHECK_ROWS = 16_000
+CHECK_ROWS = 32_000
 
 
 class DeltaError(ValueError):
