@@ -8,8 +8,8 @@ from typing import Any
 COUNTERS = {  # deltaproof_…_total
     "steps": "Submitted deltas that the store acknowledged.",
     "rows": "Rows that the store acknowledged, those of replays again.",
-    "bytes": "Bytes of those rows, as Arrow columns.",
-    "batches": "Batches of those rows.",
+    "bytes": "Bytes of acknowledged deltas, as Arrow tables.",
+    "batches": "Batches of those rows, as many requests.",
     "failures": "Attempts that failed: to send, retain or spill a delta.",
     "retries": "Attempts made after one that failed.",
     "reconnects": "Clients made because a token had expired.",

@@ -112,6 +112,8 @@ class Uploader:
         # A write larger than the SDK's batch would be split there, and its summary would count other batches than ours.
         self._batch_size = min(settings.batch_size, int(getattr(view, "_batch_size", settings.batch_size)))
         self._random = random.Random(rank)
+        self._window_rows = self._batch_size * settings.max_workers
+        self._named: tuple[str, pa.StringArray] = "", pa.array([], pa.string())
         # Guards everything below. A signal handler gets in all the same: iterate over copies, look once at a thing.
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # not acknowledged; the first one is being sent
@@ -336,6 +338,7 @@ class Uploader:
             self._jobs.popleft()
             self.acknowledged_step = job.step
             self.counters["steps"] += 1
+            self.counters["bytes"] += job.bytes
             self._changed.notify_all()
 
     def _fail(self, job: _Job, error: BaseException) -> None:
@@ -466,25 +469,29 @@ class Uploader:
     def _batches(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         """What goes to the store: slices of at most one SDK batch, under the view's field names. Nothing is copied.
 
-        Chunks are not joined, so a chunked table gives more batches than rows / batch size. Published names are made
-        for one window at a time: for a whole chunk they could be larger than its rows.
+        Chunks are not joined, so a chunked table gives more batches than rows / batch size.
         """
         view, size = self._view, self._batch_size
         names = [view.pk_field, view.sk_field, view.embedding_field]
-        for part in table.to_reader(max_chunksize=size * self._settings.max_workers):
-            if part.num_rows:
-                columns = [self._published(part["table_fqn"]), part["key_id"], part["embedding"]]
-                rows = pa.RecordBatch.from_arrays(columns, names=names)
-                yield from (rows.slice(start, size) for start in range(0, rows.num_rows, size))
+        for chunk in table.to_batches(max_chunksize=8 * self._window_rows):
+            fqn = constant(chunk["table_fqn"]) if chunk.num_rows else None
+            for start in range(0, chunk.num_rows, self._window_rows):
+                part = chunk.slice(start, self._window_rows)
+                columns = [self._published(part["table_fqn"], fqn), part["key_id"], part["embedding"]]
+                window = pa.RecordBatch.from_arrays(columns, names=names)
+                yield from (window.slice(first, size) for first in range(0, window.num_rows, size))
 
-    def _published(self, fqns: pa.StringArray) -> pa.StringArray:
-        """Published name of each row."""
+    def _published(self, fqns: pa.StringArray, fqn: str | None) -> pa.StringArray:
+        """Published name of each row of a window. `fqn`: of all of them, when they share one."""
         if self._names is None:
             return fqns
-        if (fqn := constant(fqns)) is not None:
-            name = self._names[fqn]
-            return fqns if name == fqn else pa.repeat(name, len(fqns))
-        return pa.array([self._names[fqn] for fqn in fqns.to_pylist()], pa.string())
+        if fqn is None:
+            return pa.array([self._names[each] for each in fqns.to_pylist()], pa.string())
+        if (name := self._names[fqn]) == fqn:
+            return fqns
+        if self._named[0] != name:  # one window of names: for a whole chunk they could be larger than its rows
+            self._named = name, pa.repeat(name, self._window_rows)
+        return self._named[1].slice(0, len(fqns))
 
     def _wall_ms(self) -> int:
         return int(self._clock.time() * 1000)
@@ -510,7 +517,6 @@ class Uploader:
             finally:  # also after a failed write: the next attempt must not find leftovers of this one in its summary
                 summary = self._view.write_flush()
         self._check_summary(summary, sum(batch.num_rows for batch in batches), len(batches))
-        self.counters["bytes"] += sum(batch.nbytes for batch in batches)
 
     def _write(self, rows: pa.RecordBatch, ts: int) -> None:
         version = self._settings.version
