@@ -459,13 +459,14 @@ def test_an_expired_token_is_renewed_once_per_attempt_and_the_step_goes_to_the_n
     uploader = Uploader(views[0], kit.settings(batch_size=1, max_workers=1), 0, 1, reconnect=lambda: left.pop(0))
     uploader.start()
     uploader.submit(1, kit.delta(1, [1, 2, 3]))
+    uploader.submit(2, kit.delta(2, [4]))
     uploader.close()
-    assert [len(view.windows) for view in views] == [2, 1, 3]
-    assert {key for _, key in views[2].stored} == {1, 2, 3}
+    assert [len(view.windows) for view in views] == [2, 1, 4]
+    assert {key for _, key in views[2].stored} == {1, 2, 3, 4}
     assert {name: uploader.counters[name] for name in ("reconnects", "retries", "rows")} == {
         "reconnects": 2,
         "retries": 2,
-        "rows": 4,
+        "rows": 5,
     }
 
 
@@ -483,14 +484,22 @@ def test_a_reconnect_that_fails_is_an_attempt_that_failed(kit: Any, error: Excep
     def reconnect() -> Any:
         raise error
 
-    view = kit.view(["expired"])
-    uploader = Uploader(view, kit.settings(retry_attempts_max=1 + attempts), 0, 1, reconnect=reconnect)
+    view, spilled = kit.view(["expired"]), list[int]()
+    uploader = Uploader(
+        view,
+        kit.settings(retry_attempts_max=1 + attempts),
+        0,
+        1,
+        reconnect=reconnect,
+        spill=lambda step, *job: spilled.append(step),
+    )
     uploader.start()
     uploader.submit(7, kit.delta(7, [1]))
     with pytest.raises(UploadError, match=f"step 7 .*{type(error).__name__}: {error}"):
         uploader.close()
     assert len(view.windows) == 1
     assert uploader.counters["failures"] == 1 + attempts
+    assert spilled == [7]  # which needs no connection
 
 
 def test_a_step_is_retained_with_the_ts_of_the_store_before_it_counts_as_acknowledged(kit: Any) -> None:
@@ -511,6 +520,22 @@ def test_a_step_is_retained_with_the_ts_of_the_store_before_it_counts_as_acknowl
     assert stamps == [1004, 1004, 1005, 1005, 1006, 1007]  # of the second attempt
     assert stamps == [view.stored[T, key][0] for key in mixed["key_id"].to_pylist()]
     assert (empty[:2], empty[3]) == ((3, 1), [])
+
+
+def test_retaining_is_tried_again_without_sending_again(kit: Any) -> None:
+    failures, retained = [TimeoutError(), OSError()], list[int]()
+
+    def retain(step: int, *job: Any) -> None:
+        if failures:
+            raise failures.pop()
+        retained.append(step)
+
+    view = kit.view()
+    uploader = Uploader(view, kit.settings(retry_attempts_max=3), 0, 1, retain=retain)
+    uploader.start()
+    uploader.submit(3, kit.delta(3, [1]))
+    uploader.close()
+    assert (retained, len(view.windows), uploader.acknowledged_step) == ([3], 1, 3)
 
 
 def test_a_step_that_cannot_be_retained_is_named_and_spilled(kit: Any) -> None:
@@ -555,6 +580,16 @@ def test_a_retain_that_hangs_is_reported(kit: Any) -> None:
     assert isinstance(error, UploadError)
     assert "retain() has not returned" in str(error)
     release.set()
+
+
+def test_what_failed_is_spilled_although_nobody_closes(kit: Any) -> None:
+    done = threading.Event()
+    uploader = Uploader(kit.view(["fatal"]), kit.settings(), 0, 1, spill=lambda *job: done.set())
+    uploader.start()
+    uploader.submit(1, kit.delta(1, [1]))
+    assert done.wait(kit.deadline_s)
+    with pytest.raises(UploadError):
+        uploader.close()
 
 
 def test_what_a_failed_uploader_refused_is_pending_and_spilled_too(kit: Any) -> None:

@@ -202,6 +202,8 @@ def test_a_signal_handler_may_close_or_drain_at_any_line(
                 for step in (1, 2):
                     began.append(step)
                     uploader.submit(step, kit.delta(step, [step]))
+                    accepted = uploader._abandoned and step in uploader.pending_steps()
+                    assert not accepted or any(step in error.unacknowledged for error in errors)
                 uploader.drain()
             except UploadError as error:
                 errors.append(error)
