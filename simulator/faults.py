@@ -8,7 +8,8 @@ exercised*, never *held*.
 Every fault says what may follow:
 
 - ``tolerate``: the job succeeds and nothing is lost;
-- ``fail-loudly``: the job may fail, but says so, names the rank, and ends within the scenario's deadlines.
+- ``fail-loudly``: the job may fail, but says so, names the rank, and ends within the scenario's deadlines. Of these,
+  what ``must_fail`` may not be survived: a job that succeeds has published what it had to refuse.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import inspect
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import msgspec
+
+from ..fakes.server.faults import ROUTES
 
 if TYPE_CHECKING:
     from .scenario import Scenario
@@ -73,6 +76,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return 0
 
     @property
+    def must_fail(self) -> bool:
+        """Whether no job may succeed once this struck: what it brings must be refused, not published."""
+        return False
+
+    @property
     def kind(self) -> str:
         """The name by which scenario files and reports call this fault."""
         return str(self.__struct_config__.tag)
@@ -85,6 +93,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if field.required or value != field.default:
                 parts.append(f"{field.name}={value}")
         return f"{self.kind}({', '.join(parts)})"
+
+
+class _AtStep(Fault, frozen=True, kw_only=True):
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
+    rank: int
+    step: int
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "tolerate"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.step < 1:
+            found.append(f"step is {self.step}; the first step is 1")
+        return found
 
 
 class Exhaustion(Fault, frozen=True, kw_only=True, tag="exhaustion"):
@@ -155,22 +178,29 @@ class ClockOffset(Fault, frozen=True, kw_only=True, tag="clock-offset"):
         return "tolerate"
 
 
-class ClockJump(Fault, frozen=True, kw_only=True, tag="clock-jump"):
+class ClockJump(_AtStep, frozen=True, kw_only=True, tag="clock-jump"):
     """A rank's wall clock jumps by ``seconds`` (negative: backwards) right before lockstep step ``step``."""
 
     family: ClassVar[str] = "clock"
-    strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
-    rank: int
-    step: int
+    seconds: float
+
+
+class ClockStall(_AtStep, frozen=True, kw_only=True, tag="clock-stall"):
+    """A rank stands still for ``seconds`` right before lockstep step ``step``, by both its clocks: wall and monotonic
+    time are that much later, and nothing was done in between. A paused machine, or a long checkpoint."""
+
+    family: ClassVar[str] = "clock"
     seconds: float
 
     def expect(self, scenario: Scenario) -> Expect:
-        return "tolerate"
+        # A request that is under way seems to have taken that long.
+        limits = scenario.publisher.flush_timeout_s, scenario.publisher.close_timeout_s
+        return "tolerate" if self.seconds < min(limits) else "fail-loudly"
 
     def problems(self, scenario: Scenario) -> list[str]:
         found = super().problems(scenario)
-        if self.step < 1:
-            found.append(f"step is {self.step}; the first step is 1")
+        if self.seconds <= 0:
+            found.append(f"seconds is {self.seconds:g}; a monotonic clock only goes forward")
         return found
 
 
@@ -191,6 +221,136 @@ class DuplicateTable(Fault, frozen=True, kw_only=True, tag="duplicate-table"):
         return []
 
 
+class QuietTable(Fault, frozen=True, kw_only=True, tag="quiet-table"):
+    """No rank looks up anything in the tables of this bare name during ``steps`` lockstep steps from ``step`` on; other
+    tables that share their features fall quiet with them."""
+
+    family: ClassVar[str] = "data"
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "model"
+    table: str
+    step: int
+    steps: int = 1
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "tolerate"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        named = [t for t in scenario.tables if t.name == self.table]
+        if not named:
+            found.append(f"no table of the scenario is called {self.table!r}")
+        if self.step < 1 or self.steps < 1:
+            found.append(f"step is {self.step} and steps {self.steps}; both must be at least 1")
+        features = {f for t in named for f in t.feature_names}
+        if any(
+            t.collection == "ec" and t.sharding == "data_parallel" and features & set(t.feature_names)
+            for t in scenario.tables
+        ):
+            found.append("a data-parallel EmbeddingCollection cannot be quiet in TorchRec on CPU")
+        return found
+
+
+class BadRow(_AtStep, frozen=True, kw_only=True, tag="bad-row"):
+    """The model diverges: after the update of lockstep step ``step``, a row of ``table`` (bare name) that lives on this
+    rank and that the step changed holds ``value``. Such a row must not be sent."""
+
+    family: ClassVar[str] = "data"
+    table: str
+    value: Literal["nan", "inf", "-inf"] = "nan"
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    @property
+    def must_fail(self) -> bool:
+        return True
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.table not in {t.name for t in scenario.tables}:
+            found.append(f"no table of the scenario is called {self.table!r}")
+        return found
+
+
+class EvaluationRaises(_AtStep, frozen=True, kw_only=True, tag="evaluation-raises"):
+    """The evaluation after lockstep step ``step`` raises on this rank, inside ``paused()`` and after its forward; the
+    training loop goes on, as it does when a metric fails."""
+
+    family: ClassVar[str] = "data"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        every = scenario.workload.eval_every_steps
+        if not every or self.step % every:
+            found.append(f"workload.eval_every_steps is {every}, so there is no evaluation after step {self.step}")
+        return found
+
+
+class RefusedVersion(Fault, frozen=True, kw_only=True, tag="refused-version"):
+    """The target is asked to publish to a version that it must refuse: none, or the one that serving reads by
+    default."""
+
+    family: ClassVar[str] = "data"
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "model"
+    store_version: Literal["", "default"] = "default"
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    @property
+    def must_fail(self) -> bool:
+        return True
+
+
+class StorageReplaced(_AtStep, frozen=True, kw_only=True, tag="storage-replaced"):
+    """Right before lockstep step ``step``, the weights of this rank's sharded tables move to other memory, as a restore
+    or a growth may do it; their values stay."""
+
+    family: ClassVar[str] = "restart"
+
+
+class LeakyError(Fault, frozen=True, kw_only=True, tag="leaky-error"):
+    """The client raises a passing error after the nth ``write_flush()`` of this rank, with the rank's credentials in
+    its text."""
+
+    family: ClassVar[str] = "credentials"
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
+    rank: int
+    nth: int = 1
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "tolerate"
+
+    @property
+    def failures(self) -> int:
+        return 1
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.nth < 1:
+            found.append(f"nth is {self.nth}; the first flush is 1")
+        return found
+
+
+class CloseRaces(Fault, frozen=True, kw_only=True, tag="close-races"):
+    """Another thread calls ``close()`` ``delay_ms`` after this rank called ``finish()``, as a handler of preemption
+    does."""
+
+    family: ClassVar[str] = "rank"
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
+    rank: int
+    delay_ms: int = 0
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if not 0 <= self.delay_ms <= 10_000:
+            found.append(f"delay_ms is {self.delay_ms}; it must be 0 to 10000")
+        return found
+
+
 class _AtStore(Fault, frozen=True, kw_only=True):
     """A store fault strikes ``count`` matching requests after ``skip`` others; ``rank`` None means any rank's."""
 
@@ -202,7 +362,8 @@ class _AtStore(Fault, frozen=True, kw_only=True):
     count: int = 1
 
     def expect(self, scenario: Scenario) -> Expect:
-        return "tolerate"
+        # Only writes are asked to be tried again.
+        return "tolerate" if not self.failures or self.route in ("write", *ROUTES["write"]) else "fail-loudly"
 
     @property
     def failures(self) -> int:
@@ -219,8 +380,8 @@ class _AtStore(Fault, frozen=True, kw_only=True):
         return found
 
 
-#: Routes that store faults can address, by the name the fake server gives them.
-STORE_ROUTES = ("write",)
+#: Routes that store faults can address, by the name the fake server gives them; groups of routes come first.
+STORE_ROUTES = ("write", "lookup", "changes", "scan", "control", *(r for routes in ROUTES.values() for r in routes))
 
 
 class StoreError(_AtStore, frozen=True, kw_only=True, tag="store-error"):
@@ -257,6 +418,10 @@ class StoreSlow(_AtStore, frozen=True, kw_only=True, tag="store-slow"):
 
     delay_ms: int = 50
 
+    def expect(self, scenario: Scenario) -> Expect:
+        limits = scenario.publisher.flush_timeout_s, scenario.publisher.close_timeout_s
+        return "tolerate" if self.delay_ms * self.count / 1000 < min(limits) else "fail-loudly"
+
     @property
     def failures(self) -> int:
         return 0
@@ -282,17 +447,148 @@ class StorePartial(_AtStore, frozen=True, kw_only=True, tag="store-partial"):
         return found
 
 
+class StoreTruncated(_AtStore, frozen=True, kw_only=True, tag="store-truncated"):
+    """The store commits, begins its reply and breaks off after at most ``bytes_kept`` bytes of the body."""
+
+    bytes_kept: int = 0
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.bytes_kept < 0:
+            found.append(f"bytes_kept is {self.bytes_kept}; it must be 0 or more")
+        return found
+
+
+class StoreSlowBody(_AtStore, frozen=True, kw_only=True, tag="store-slow-body"):
+    """The store commits and sends its reply at ``bytes_per_s``; a reply to a write has about 100 bytes."""
+
+    bytes_per_s: float = 1000
+
+    @property
+    def failures(self) -> int:
+        return 0
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.bytes_per_s < 10:
+            found.append(f"bytes_per_s is {self.bytes_per_s:g}; it must be at least 10, for clients give up on less")
+        return found
+
+
+class StoreDuplicated(_AtStore, frozen=True, kw_only=True, tag="store-duplicated"):
+    """The network delivers a write twice: the same rows under the same ts again, ``delay_ms`` after the first time."""
+
+    delay_ms: int = 0
+
+    @property
+    def failures(self) -> int:
+        return 0
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if not 0 <= self.delay_ms <= 30_000:
+            found.append(f"delay_ms is {self.delay_ms}; it must be 0 to 30000")
+        return found
+
+
+class StoreReordered(_AtStore, frozen=True, kw_only=True, tag="store-reordered"):
+    """A request is held until a later one of the same rank has been committed, for at most ``hold_ms_max``."""
+
+    hold_ms_max: int = 200
+
+    @property
+    def failures(self) -> int:
+        return 0
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if not 0 <= self.hold_ms_max <= 30_000:
+            found.append(f"hold_ms_max is {self.hold_ms_max}; it must be 0 to 30000")
+        return found
+
+
+class StoreOutage(_AtStore, frozen=True, kw_only=True, tag="store-outage"):
+    """From the request that it strikes on, the store refuses every matching one for ``duration_ms``: with ``status``,
+    or (none) by a reset."""
+
+    duration_ms: int = 100
+    status: int | None = 503
+
+    def expect(self, scenario: Scenario) -> Expect:
+        retriable = self.status is None or self.status in RETRIABLE_STATUSES
+        patient = self.duration_ms * self.count < scenario.publisher.patience_ms
+        return super().expect(scenario) if retriable and patient else "fail-loudly"
+
+    @property
+    def failures(self) -> int:
+        return 0
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if not 0 <= self.duration_ms <= 600_000:
+            found.append(f"duration_ms is {self.duration_ms}; it must be 0 to 600000")
+        if self.status is not None and not 400 <= self.status <= 599:
+            found.append(f"status is {self.status}; an HTTP error is 400 to 599")
+        return found
+
+
+class _ViewGone(_AtStore, frozen=True, kw_only=True):
+    """What the view held, and the log of it, is gone with the view."""
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    @property
+    def must_fail(self) -> bool:
+        return True
+
+
+class StoreViewDeleted(_ViewGone, frozen=True, kw_only=True, tag="store-view-deleted"):
+    """Somebody deletes the view, with its rows, before the write is committed: this and later requests find none."""
+
+
+class StoreSchemaChanged(_ViewGone, frozen=True, kw_only=True, tag="store-schema-changed"):
+    """Somebody makes the view anew, empty and for rows of another type, before the write is committed: this and later
+    writes are refused."""
+
+
+class StoreTokenRevoked(_AtStore, frozen=True, kw_only=True, tag="store-token-revoked"):
+    """The datasource's token is replaced before the write is committed: the old one is refused from then on, the new
+    one is the datasource's to tell."""
+
+    family: ClassVar[str] = "credentials"
+
+
+AnyStoreFault = (
+    StoreError
+    | StoreReset
+    | StoreSlow
+    | StorePartial
+    | StoreTruncated
+    | StoreSlowBody
+    | StoreDuplicated
+    | StoreReordered
+    | StoreOutage
+    | StoreViewDeleted
+    | StoreSchemaChanged
+    | StoreTokenRevoked
+)
 AnyFault = (
     Exhaustion
     | RankRaise
     | RankKill
+    | CloseRaces
     | ClockOffset
     | ClockJump
+    | ClockStall
     | DuplicateTable
-    | StoreError
-    | StoreReset
-    | StoreSlow
-    | StorePartial
+    | QuietTable
+    | BadRow
+    | EvaluationRaises
+    | RefusedVersion
+    | StorageReplaced
+    | LeakyError
+    | AnyStoreFault
 )
 
 #: kind -> class, in the order of documentation.

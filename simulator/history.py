@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -63,9 +63,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host.
 
     ``who`` is ``rank3``, ``store`` or ``supervisor``. Kinds written by a rank: ``rank-start``, ``model-ready``,
-    ``publisher-started``, ``step``, ``after-step``, ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``fault``,
-    ``error``, ``rank-end``. By the supervisor: ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store:
-    ``request``, ``fault``.
+    ``publisher-started``, ``step``, ``after-step``, ``evaluation``, ``sdk-write``, ``sdk-flush``, ``finished``,
+    ``closed``, ``fault``, ``error``, ``rank-end``. By the supervisor: ``rank-exit``, ``rank-ended-by-supervisor``,
+    ``fault``. By the store: ``request``, ``fault``.
     """
 
     t_ms: float
@@ -105,16 +105,20 @@ def recording() -> Iterator[None]:
 
 class EventWriter:
     """Appends events of one rank to a JSON-lines file, each flushed to the kernel before the call returns;
-    thread-safe."""
+    thread-safe.
+
+    The host's clock is taken at construction: what is put in place of it later is for the target to read.
+    """
 
     def __init__(self, path: Path, who: str, rank: int | None) -> None:
         self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  (open as long as the rank lives)
         self._who, self._rank = who, rank
+        self._monotonic_s = time.monotonic
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._lock = threading.Lock()
 
     def write(self, kind: str, *, step: int | None = None, **data: Any) -> None:
-        event = Event(t_ms=time.monotonic() * 1000, who=self._who, kind=kind, rank=self._rank, step=step, data=data)
+        event = Event(t_ms=self._monotonic_s() * 1000, who=self._who, kind=kind, rank=self._rank, step=step, data=data)
         line = self._encoder.encode(event) + b"\n"
         with self._lock, recording():
             self._file.write(line)
@@ -249,11 +253,38 @@ class RankOutcome:
     unacknowledged: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Leak:
+    """A planted secret, by name, in a file of the run; ``line`` is the text around it without the secret's value."""
+
+    secret: str
+    file: str
+    line: str
+
+
+def find_leaks(folder: Path, secrets: Mapping[str, str]) -> list[Leak]:
+    """Where the values of ``secrets`` appear in the files of ``folder``: at most once per secret and file."""
+    leaks = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        content = path.read_bytes()
+        for name, value in secrets.items():
+            at = content.find(value.encode())
+            if at >= 0:
+                begin, end = content.rfind(b"\n", 0, at) + 1, content.find(b"\n", at)
+                line = content[max(begin, at - 200) : min(end if end >= 0 else len(content), at + 200)]
+                text = line.decode(errors="replace")
+                for other, hidden in secrets.items():
+                    text = text.replace(hidden, f"[{other}]")
+                leaks.append(Leak(name, str(path.relative_to(folder)), text))
+    return leaks
+
+
 @dataclass
 class History:
     """Everything observed in one run. ``writes``: WRITES_SCHEMA; ``final``: FINAL_SCHEMA; ``strays``: accepted writes
     to versions that are not the run's (``writes`` and ``final`` are of the run's own); ``fired``: firings per fault
-    index; ``schedule``: the choices of the virtual engine's scheduler, which repeat the run."""
+    index; ``schedule``: the choices of the virtual engine's scheduler, which repeat the run; ``planted``: names of the
+    secrets that were planted, and searched for in every file that the run left; ``leaks``: where one was found."""
 
     scenario: Scenario
     target: str
@@ -269,6 +300,8 @@ class History:
     strays: pa.Table = field(default_factory=WRITES_SCHEMA.empty_table)
     stacks: dict[int, str] = field(default_factory=dict)
     schedule: list[int] | None = None
+    planted: tuple[str, ...] = ()
+    leaks: list[Leak] = field(default_factory=list)
 
     @property
     def succeeded(self) -> bool:

@@ -6,11 +6,12 @@ The proxies pass every attribute on, so a target sees the ``feature_store_py`` i
 from __future__ import annotations
 
 import _thread
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from .faults import InjectedFault, RankKill, RankRaise
+from .faults import InjectedFault, LeakyError, RankKill, RankRaise
 from .scenario import Scenario
 
 
@@ -23,22 +24,30 @@ class Recorder(Protocol):
 class Points:
     """Counts a rank's passages of the named points and strikes the faults planned there; thread-safe.
 
-    ``die`` ends the rank's process as SIGKILL does.
+    ``die`` ends the rank's process as SIGKILL does. ``secrets``: by name, what a planned error of the client lets slip.
     """
 
-    def __init__(self, scenario: Scenario, rank: int, events: Recorder, die: Callable[[], None]) -> None:
-        self._planned = {
-            (f.point, f.nth): (index, f)
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: int,
+        events: Recorder,
+        die: Callable[[], None],
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
+        self._planned: dict[tuple[str, int], tuple[int, RankRaise | RankKill | LeakyError]] = {
+            ("sdk.flushed" if isinstance(f, LeakyError) else f.point, f.nth): (index, f)
             for index, f in enumerate(scenario.faults)
-            if isinstance(f, RankRaise | RankKill) and f.rank == rank
+            if isinstance(f, RankRaise | RankKill | LeakyError) and f.rank == rank
         }
         self._rank, self._events, self._die = rank, events, die
+        self._secrets = dict(secrets or {})
+        self.views = itertools.count()
         self._passed: Counter[str] = Counter()
         self._lock = _thread.allocate_lock()  # not threading.Lock, which the virtual engine replaces
 
     def passing(self, point: str) -> None:
-        """Call where the point is. Raises InjectedFault, or ends the process, when a fault is planned for this
-        passage."""
+        """Call where the point is. Raises, or ends the process, when a fault is planned for this passage."""
         with self._lock:
             self._passed[point] += 1
             nth = self._passed[point]
@@ -47,6 +56,11 @@ class Points:
             self.fired(index, point=point, nth=nth)
             if isinstance(fault, RankKill):
                 self._die()
+            if isinstance(fault, LeakyError):
+                said = "&".join(f"{name}={value}" for name, value in self._secrets.items())
+                raise ConnectionError(
+                    f"HTTPSConnectionPool(host='store'): Max retries exceeded with url: /write?{said}"
+                )
             raise InjectedFault(f"injected by the scenario: rank {self._rank} raises at {point}, passage {nth}")
 
     def fired(self, index: int, **data: Any) -> None:
@@ -66,7 +80,16 @@ class _Observed:
 
 
 class ObservedView(_Observed):
-    """Reports each write and flush, then passes it on."""
+    """Reports each write and flush, then passes it on.
+
+    In the events, ``view`` tells the views of one rank apart and ``number`` counts a view's writes from 1; a flush
+    ``covers`` the writes up to that number: those that were begun when it was called.
+    """
+
+    def __init__(self, inner: Any, points: Points, events: Recorder) -> None:
+        super().__init__(inner, points, events)
+        self._view, self._writes = next(points.views), itertools.count(1)
+        self._written = 0
 
     def write_features(self, *args: Any, **kwargs: Any) -> Any:
         data = kwargs.get("data", args[0] if args else ())
@@ -80,13 +103,17 @@ class ObservedView(_Observed):
 
     def write_flush(self) -> Any:
         self._points.passing("sdk.flush")
+        covers = self._written
         summary = self._inner.write_flush()
         plain: dict[str, Any] = {k: [str(e) for e in v] if k == "errors" else v for k, v in summary.items()}
-        self._events.write("sdk-flush", step=None, **plain)
+        self._events.write("sdk-flush", view=self._view, covers=covers, **plain)
+        self._points.passing("sdk.flushed")
         return summary
 
     def _record(self, how: str, rows: int | None, kwargs: dict[str, Any]) -> None:
-        self._events.write("sdk-write", how=how, rows=rows, version=kwargs.get("version"), ts=kwargs.get("ts"))
+        self._written = number = next(self._writes)
+        told = {name: kwargs.get(name) for name in ("version", "ts")}
+        self._events.write("sdk-write", view=self._view, number=number, how=how, rows=rows, **told)
         self._points.passing("sdk.write")
 
 

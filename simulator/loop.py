@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, TypeVar
 
-from .errors import ScenarioError
-from .faults import ClockJump, ClockOffset, DuplicateTable, Exhaustion
+from .errors import KitError, ScenarioError
+from .faults import (
+    BadRow,
+    ClockJump,
+    ClockOffset,
+    ClockStall,
+    CloseRaces,
+    DuplicateTable,
+    EvaluationRaises,
+    Exhaustion,
+    Fault,
+    InjectedFault,
+    QuietTable,
+    RefusedVersion,
+    StorageReplaced,
+)
 from .instrument import Points, Recorder
 from .scenario import Scenario
-from .target import RankContext, resolve
+from .target import VERSION, RankContext, resolve
 from .workload import Bags, Workload
+
+F = TypeVar("F", bound=Fault)
 
 
 class Trainer(Protocol):
@@ -42,6 +62,18 @@ class Trainer(Protocol):
     def holders(self, table: str) -> list[str]:
         """FQNs of the tables that bear this bare name."""
 
+    def warm_up(self) -> None:
+        """Train on the workload's warm-up batches, which do not count, then put the weights back in place."""
+
+    def spoil(self, table: str, value: float) -> int | None:
+        """Put ``value`` into a row of a table of this bare name that is hosted here and changed since the last record.
+
+        Returns its key, or None where there is no such row.
+        """
+
+    def replace_storage(self) -> None:
+        """Move the weights of the sharded tables to other memory. What holds on to the old one sees no update."""
+
 
 class TrainingLoop(abc.ABC):
     """One rank of one run. ``step`` counts lockstep steps, ``own_step`` this rank's own; ``where`` is the target's call
@@ -49,16 +81,35 @@ class TrainingLoop(abc.ABC):
 
     trainer: Trainer
 
-    def __init__(self, scenario: Scenario, rank: int, target: str, events: Recorder) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: int,
+        target: str,
+        events: Recorder,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
+        """``secrets``: planted credentials of this rank, by name."""
         self.scenario, self.rank, self.target, self.events = scenario, rank, target, events
-        self.points = Points(scenario, rank, events, self.die)
+        self.points = Points(scenario, rank, events, self.die, secrets)
         self.step = self.own_step = 0
         self.where = "train"
-        mine = [(i, f) for i, f in enumerate(scenario.faults) if getattr(f, "rank", None) == rank]
-        self.exhaustion = next(((i, f) for i, f in mine if isinstance(f, Exhaustion)), None)
+        self.exhaustion = next(self._planned(Exhaustion), None)
         self.policy = next((f.policy for f in scenario.faults if isinstance(f, Exhaustion)), None)
-        self.shifts = [(i, f) for i, f in mine if isinstance(f, ClockOffset | ClockJump)]
-        self._shifted: list[tuple[int, float]] = []
+        self._misread: list[tuple[int, float, bool]] = []  # fault, seconds, whether the monotonic clock shows it too
+
+    def _planned(self, kind: type[F], step: int | None = None) -> Iterator[tuple[int, F]]:
+        """(index, fault) of the faults of a kind planned for this rank, and for this step when one is given."""
+        for index, fault in enumerate(self.scenario.faults):
+            of_rank = getattr(fault, "rank", self.rank) == self.rank
+            if isinstance(fault, kind) and of_rank and step in (None, getattr(fault, "step", None)):
+                yield index, fault
+
+    @property
+    def skewed(self) -> bool:
+        """Whether this rank's clocks differ from the host's at some time of the run."""
+        planned = (ClockOffset, ClockJump, ClockStall)
+        return self.scenario.workload.step_seconds > 0 or any(True for kind in planned for _ in self._planned(kind))
 
     @abc.abstractmethod
     def context(self) -> RankContext:
@@ -72,15 +123,36 @@ class TrainingLoop(abc.ABC):
     def shift_clock(self, seconds: float) -> None:
         """Move this rank's wall clock; `clock_read` is to be called when somebody reads it next."""
 
+    def advance_clocks(self, seconds: float) -> None:
+        """Let time pass at once by this rank's clocks; `clock_read` is to be called when somebody reads either next."""
+        raise KitError("the clocks of this engine cannot be moved on")
+
     @abc.abstractmethod
     def die(self) -> None:
         """End this rank's process as SIGKILL does. Does not return."""
+
+    def counting(self) -> AbstractContextManager[Counter[str]]:
+        """Counts the collectives that this thread issues inside: ``"allreduce at trainer.py:12 in vote"`` -> number."""
+        return contextlib.nullcontext(Counter())
+
+    def resident_bytes(self) -> int | None:
+        """Memory that this rank holds, where the engine can tell."""
+        return None
+
+    @property
+    def version(self) -> str:
+        """The store's version that the target is asked to publish to."""
+        return next((fault.store_version for _, fault in self._planned(RefusedVersion)), VERSION)
 
     def publish_and_train(self) -> None:
         """From the target's factory to its `close`. What the target raises is raised, after it was closed."""
         if self.rank == 0:
             self._fire_duplicates()
-        self._shift(ClockOffset)
+        for index, offset in self._planned(ClockOffset):
+            self._misread.append((index, offset.seconds, False))
+            self.shift_clock(offset.seconds)
+        for index, _ in self._planned(RefusedVersion):
+            self.points.fired(index, version=self.version)
         publisher = resolve(self.target)(self.context())
         missing = [m for m in ("start", "after_step", "paused", "finish", "close") if not hasattr(publisher, m)]
         if missing:
@@ -88,13 +160,17 @@ class TrainingLoop(abc.ABC):
                 f"target {self.target!r} returned {type(publisher).__name__}, which has no {', '.join(missing)}; "
                 "a publisher has start, after_step, paused, finish and close"
             )
+        if self.scenario.workload.warmup_batches:
+            self.trainer.warm_up()
         self.points.passing("publisher.start")
         try:
             with self._in_target("start"):
                 publisher.start()
-            self.events.write("publisher-started")
+            self.events.write("publisher-started", target=repr(publisher))
             self._train(publisher)
             self.points.passing("finish.before")
+            for index, fault in self._planned(CloseRaces):
+                self._close_from_another_thread(publisher, index, fault)
             with self._in_target("finish"):
                 publisher.finish(self.own_step)
             self.events.write("finished", step=self.own_step)
@@ -112,33 +188,77 @@ class TrainingLoop(abc.ABC):
         self.points.passing("finish.after")
 
     def _train(self, publisher: Any) -> None:
-        trainer, rank = self.trainer, self.rank
-        for step in range(1, self.scenario.workload.steps + 1):
+        trainer, rank, workload = self.trainer, self.rank, self.scenario.workload
+        for step in range(1, workload.steps + 1):
             self.step = step
-            self._shift(ClockJump)
+            self._before_step(step)
             mine = self._has_batch()
             if mine is None:
                 break
-            bags = trainer.workload.batch(rank, self.step) if mine else trainer.workload.empty_batch()
+            bags = trainer.workload.batch(rank, step) if mine else trainer.workload.empty_batch()
             self.points.passing("train.before-forward")
-            trainer.announce(self.step, bags)
-            loss = trainer.forward(bags, (rank, self.step))
+            trainer.announce(step, bags)
+            loss = trainer.forward(bags, (rank, step))
             self.points.passing("train.before-backward")
             trainer.backward(loss)
-            changed = trainer.record(self.step)
-            self.events.write("step", step=self.step, own_step=self.own_step + bool(mine), changed=changed)
+            for index, bad in self._planned(BadRow, step):
+                key = trainer.spoil(bad.table, float(bad.value))
+                if key is not None:
+                    self.points.fired(index, table=bad.table, key=key, value=bad.value)
+            changed = trainer.record(step)
+            clock_s = time.monotonic()
+            self.events.write("step", step=step, own_step=self.own_step + bool(mine), changed=changed, clock_s=clock_s)
             self.points.passing("train.after-step")
             if mine:
                 self.own_step += 1
                 self.points.passing("publish.before")
-                with self._in_target("after_step"):
+                with self._in_target("after_step"), self.counting() as collectives:
                     publisher.after_step(self.own_step)
-                self.events.write("after-step", step=self.own_step)
+                seen = {"resident_bytes": self.resident_bytes(), "collectives": dict(collectives)}
+                self.events.write("after-step", step=self.own_step, **seen)
                 self.points.passing("publish.after")
-            every = self.scenario.workload.eval_every_steps
-            if every and self.step % every == 0:
-                with publisher.paused():
-                    trainer.evaluate(trainer.workload.eval_batch(rank, self.step), self.step)
+            if workload.eval_every_steps and step % workload.eval_every_steps == 0:
+                self._evaluate(publisher, step)
+
+    def _before_step(self, step: int) -> None:
+        """Whatever is planned to happen between the step before and this one."""
+        if self.scenario.workload.step_seconds:
+            self.advance_clocks(self.scenario.workload.step_seconds)
+        for index, jump in self._planned(ClockJump, step):
+            self._misread.append((index, jump.seconds, False))
+            self.shift_clock(jump.seconds)
+        for index, stall in self._planned(ClockStall, step):
+            self._misread.append((index, stall.seconds, True))
+            self.advance_clocks(stall.seconds)
+        for index, _ in self._planned(StorageReplaced, step):
+            self.trainer.replace_storage()
+            self.points.fired(index)
+        if self.rank == 0:
+            for index, _ in self._planned(QuietTable, step):
+                self.points.fired(index)
+
+    def _evaluate(self, publisher: Any, step: int) -> None:
+        raises = next(self._planned(EvaluationRaises, step), None)
+        try:
+            with self._in_target("paused"), publisher.paused():
+                self.trainer.evaluate(self.trainer.workload.eval_batch(self.rank, step), step)
+                if raises is not None:
+                    self.points.fired(raises[0])
+                    raise InjectedFault(f"injected by the scenario: rank {self.rank}: the evaluation of step {step}")
+        except InjectedFault:
+            self.where = "train"
+        self.events.write("evaluation", step=step)
+
+    def _close_from_another_thread(self, publisher: Any, index: int, fault: CloseRaces) -> None:
+        def close() -> None:
+            time.sleep(fault.delay_ms / 1000)
+            self.points.fired(index)
+            try:
+                publisher.close()
+            except Exception as error:  # the training thread has an error of its own
+                self.events.write("close-raced", message=str(error))
+
+        threading.Thread(target=close, name="deltaproof-close", daemon=True).start()
 
     def _has_batch(self) -> bool | None:
         """Whether this rank has a batch of its own; None when training ends here."""
@@ -162,17 +282,14 @@ class TrainingLoop(abc.ABC):
         yield
         self.where = "train"
 
-    def _shift(self, kind: type[ClockOffset] | type[ClockJump]) -> None:
-        for index, fault in self.shifts:
-            if isinstance(fault, kind) and getattr(fault, "step", self.step) == self.step:
-                self._shifted.append((index, fault.seconds))
-                self.shift_clock(fault.seconds)
-
-    def clock_read(self) -> None:
-        """A wrong clock counts as having struck when somebody read it."""
-        shifted, self._shifted = self._shifted, []
-        for index, seconds in shifted:
-            self.points.fired(index, seconds=seconds)
+    def clock_read(self, wall: bool = True) -> None:
+        """A wrong clock counts as having struck when somebody read it; ``wall`` says whether it was the wall clock."""
+        misread, self._misread = self._misread, []
+        for index, seconds, by_both in misread:
+            if wall or by_both:
+                self.points.fired(index, seconds=seconds)
+            else:
+                self._misread.append((index, seconds, by_both))
 
     def _fire_duplicates(self) -> None:
         for index, fault in enumerate(self.scenario.faults):

@@ -60,7 +60,9 @@ class Workload(_Data, frozen=True, kw_only=True):
     Ids are Zipf-distributed with exponent ``zipf_exponent`` (0: uniform) over each table's rows, up to
     ``ids_per_sample_max`` per sample and feature; or they come from the int64 columns of the Parquet file ``data``,
     taken modulo the table's rows, rank r reading rows r, r + world_size, and so on. ``eval_every_steps`` > 0 runs an
-    evaluation forward on other ids after each such step, inside the publisher's ``paused()``.
+    evaluation forward on other ids after each such step, inside the publisher's ``paused()``. ``warmup_batches`` are
+    trained on before the publisher's ``start()`` and undone by a restore of the initial weights. Both clocks of every
+    rank run ahead by ``step_seconds`` at each step, so that minutes pass without waiting.
     """
 
     steps: int = 10
@@ -69,12 +71,20 @@ class Workload(_Data, frozen=True, kw_only=True):
     zipf_exponent: float = 1.1
     data: str | None = None
     eval_every_steps: int = 0
+    warmup_batches: int = 0
+    step_seconds: float = 0.0
 
 
 class PublisherConfig(_Data, frozen=True, kw_only=True):
-    """How the target is asked to publish. ``batch_size`` rows per request; ``retry_attempts_max`` tries per step."""
+    """How the target is asked to publish: every ``every_steps`` steps or, when given, every ``every_minutes`` minutes.
+
+    ``batch_size`` rows per request; ``retry_attempts_max`` tries per step; deltas wait in a queue of at most
+    ``queue_steps_max`` steps and ``queue_bytes_max`` bytes; ``flush_timeout_s`` for one answer, ``close_timeout_s`` for
+    everything that is left at the end.
+    """
 
     every_steps: int = 3
+    every_minutes: float | None = None
     upload_format: Literal["arrow", "json"] = "arrow"
     naming: Literal["fqn", "role"] = "fqn"
     batch_size: int = 16
@@ -82,6 +92,16 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
     retry_attempts_max: int = 6
     retry_delay_ms_min: int = 5
     retry_delay_ms_max: int = 100
+    queue_steps_max: int = 8
+    queue_bytes_max: int = 1 << 30
+    flush_timeout_s: float = 300.0
+    close_timeout_s: float = 600.0
+
+    @property
+    def patience_ms(self) -> float:
+        """The shortest time that all attempts for one step together wait: exponential backoff, halved by jitter."""
+        low, high = self.retry_delay_ms_min, self.retry_delay_ms_max
+        return sum(min(high, low * 2.0**n) for n in range(self.retry_attempts_max - 1)) / 2
 
 
 class Deadlines(_Data, frozen=True, kw_only=True):
@@ -207,7 +227,15 @@ class Scenario(_Data, frozen=True, kw_only=True):
         at_least("workload.ids_per_sample_max", self.workload.ids_per_sample_max, 1, 10_000)
         at_least("workload.zipf_exponent", self.workload.zipf_exponent, 0, 20)
         at_least("workload.eval_every_steps", self.workload.eval_every_steps, 0)
+        at_least("workload.warmup_batches", self.workload.warmup_batches, 0, 1_000)
+        at_least("workload.step_seconds", self.workload.step_seconds, 0, 86_400)
         at_least("publisher.every_steps", self.publisher.every_steps, 1)
+        if self.publisher.every_minutes is not None:
+            at_least("publisher.every_minutes", self.publisher.every_minutes, 1e-6, 1e6)
+        at_least("publisher.queue_steps_max", self.publisher.queue_steps_max, 1, 1_000_000)
+        at_least("publisher.queue_bytes_max", self.publisher.queue_bytes_max, 1, 1 << 50)
+        at_least("publisher.flush_timeout_s", self.publisher.flush_timeout_s, 0.01, 86_400)
+        at_least("publisher.close_timeout_s", self.publisher.close_timeout_s, 0.01, 86_400)
         at_least("publisher.batch_size", self.publisher.batch_size, 1, 1_000_000)
         at_least("publisher.max_workers", self.publisher.max_workers, 1, 64)
         at_least("publisher.retry_attempts_max", self.publisher.retry_attempts_max, 1, 100)

@@ -17,6 +17,8 @@ from .scenario import PublisherConfig, Table
 
 #: Where runs publish to in the fake store.
 PROJECT, VIEW, ENTITY, VERSION = "deltaproof", "deltaproof_view", "default_dynemb_entity", "run-1"
+#: The environment variable with the ranks' FeatureDB password, the same that a real trainer reads.
+PASSWORD = "FEATUREDB_PASSWORD"
 
 
 class PublisherTarget(Protocol):
@@ -97,7 +99,8 @@ def reference(context: RankContext) -> PublisherTarget:
         view=context.view,
         entity=context.entity,
         version=context.version,
-        every_steps=config.every_steps,
+        every_steps=config.every_steps if config.every_minutes is None else None,
+        every_minutes=config.every_minutes,
         upload_format=config.upload_format,
         naming=config.naming,
         batch_size=config.batch_size,
@@ -105,6 +108,10 @@ def reference(context: RankContext) -> PublisherTarget:
         retry_attempts_max=config.retry_attempts_max,
         retry_delay_ms_min=config.retry_delay_ms_min,
         retry_delay_ms_max=config.retry_delay_ms_max,
+        queue_steps_max=config.queue_steps_max,
+        queue_bytes_max=config.queue_bytes_max,
+        flush_timeout_s=config.flush_timeout_s,
+        close_timeout_s=config.close_timeout_s,
     )
     return Publisher(
         source_of(context.model),
@@ -113,6 +120,7 @@ def reference(context: RankContext) -> PublisherTarget:
         rank=context.rank,
         world_size=context.world_size,
         barrier=context.barrier,
+        connect=context.client_factory,
     )
 
 

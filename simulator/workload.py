@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import ScenarioError
+from .faults import QuietTable
 from .scenario import Scenario, Table
 
 
@@ -40,16 +41,27 @@ class Workload:
             if t.collection == "ec" and t.sharding == "data_parallel"
             for f in t.feature_names
         }
+        self._quiet: dict[str, set[int]] = {}
+        for fault in scenario.faults:
+            if isinstance(fault, QuietTable):
+                steps = range(fault.step, fault.step + fault.steps)
+                for feature in (f for t in scenario.tables if t.name == fault.table for f in t.feature_names):
+                    self._quiet.setdefault(feature, set()).update(steps)
         self._columns = None if scenario.workload.data is None else self._assign(read_columns(scenario.workload.data))
         self._rankings: dict[str, np.ndarray] = {}
 
     def batch(self, rank: int, step: int) -> dict[str, Bags]:
         """The training batch of ``rank`` at lockstep ``step`` (from 1)."""
-        return self._draw(rank, step, 0)
+        drawn, empty = self._draw(rank, step, 0), self.empty_batch()
+        return {f: empty[f] if step in self._quiet.get(f, ()) else bags for f, bags in drawn.items()}
 
     def eval_batch(self, rank: int, step: int) -> dict[str, Bags]:
         """The evaluation batch after ``step``: uniformly drawn, so it meets rows that training never looked up."""
         return self._draw(rank, step, 1)
+
+    def warmup_batch(self, rank: int, number: int) -> dict[str, Bags]:
+        """The warm-up batch ``number`` (from 1), drawn as evaluation batches are."""
+        return self._draw(rank, number, 2)
 
     def empty_batch(self) -> dict[str, Bags]:
         size = self.scenario.workload.batch_size
@@ -65,7 +77,7 @@ class Workload:
             else:
                 lengths = rng.integers(0, config.ids_per_sample_max + 1, config.batch_size, dtype=np.int32)
             rows, n = self._rows[feature], int(lengths.sum())
-            if kind == 1:
+            if kind != 0:
                 values = rng.integers(0, rows, n)
             elif self._columns is not None:
                 # Each rank reads every world_size-th row, starting over at the end of the file.

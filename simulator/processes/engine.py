@@ -8,6 +8,7 @@ by themselves and are then ended. No code path waits for a process or a socket w
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import multiprocessing
 import multiprocessing.connection
@@ -21,9 +22,10 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext, ForkServerProcess
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import msgspec
@@ -33,11 +35,22 @@ import pyarrow.compute as pc
 import urllib3
 
 from ...fakes.feature_store_py import FeatureStoreClient
+from ...fakes.server.state import DEFAULT_TOKEN
 from ..errors import KitError, ScenarioError
-from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event, History, RankOutcome, build_tables, read_events, read_ledger
+from ..history import (
+    FINAL_SCHEMA,
+    WRITES_SCHEMA,
+    Event,
+    History,
+    RankOutcome,
+    build_tables,
+    find_leaks,
+    read_events,
+    read_ledger,
+)
 from ..scenario import Scenario
 from ..store_faults import planned
-from ..target import PROJECT, VERSION, VIEW
+from ..target import PASSWORD, PROJECT, VERSION, VIEW
 from ..workload import Workload
 
 if TYPE_CHECKING:
@@ -51,6 +64,8 @@ FORKSERVER_LOST = 255
 START_S = 120.0
 #: A Unix socket's path has 107 bytes, and multiprocessing needs 33 of them for its own names.
 TMPDIR_BYTES_MAX = 74
+#: Set to planted values in every rank: what a trainer's own environment holds.
+SECRET_VARIABLES = ("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN", PASSWORD)
 PRELOAD = "deltaproof.simulator.processes.preload"
 
 
@@ -150,7 +165,9 @@ class ProcessEngine:
         folder = self._folder / f"run{self._runs}"
         folder.mkdir()
         started = time.monotonic()
-        supervisor = Supervisor(scenario, target, store.endpoint, folder, self._context)
+        # As long as real ones, and found nowhere by chance.
+        secrets = {name: token_hex(16) for name in SECRET_VARIABLES}
+        supervisor = Supervisor(scenario, target, store.endpoint, folder, self._context, secrets)
         self._ranks = supervisor.ranks
         try:
             supervisor.start()
@@ -161,6 +178,10 @@ class ProcessEngine:
         wall_s = time.monotonic() - started
         history = self._collect(scenario, target, manifest, store, supervisor, folder)
         history.wall_s = wall_s
+        logins = (f"rank{rank}:{secrets[PASSWORD]}" for rank in range(scenario.world_size))
+        planted = {"datasource token": DEFAULT_TOKEN, **secrets}
+        planted |= {f"login of rank {r}": base64.b64encode(who.encode()).decode() for r, who in enumerate(logins)}
+        history.planted, history.leaks = tuple(planted), find_leaks(folder, planted)
         if self._keep is not None:
             shutil.copytree(folder, self._keep / f"run{self._runs}-{scenario.name}", dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -300,7 +321,15 @@ def _of(events: list[Event], rank: int) -> list[Event]:
 class Supervisor:
     """Starts the ranks of one run, watches them, and ends those that outstay a deadline."""
 
-    def __init__(self, scenario: Scenario, target: str, endpoint: str, folder: Path, context: BaseContext) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        target: str,
+        endpoint: str,
+        folder: Path,
+        context: BaseContext,
+        secrets: Mapping[str, str],
+    ) -> None:
         from . import rank as rank_module
 
         self.scenario, self.folder = scenario, folder
@@ -311,7 +340,7 @@ class Supervisor:
         self.ranks: list[BaseProcess] = [
             context.Process(  # type: ignore[attr-defined]
                 target=rank_module.main,
-                args=(rank_module.RankSpec(text, rank, target, endpoint, str(folder)),),
+                args=(rank_module.RankSpec(text, rank, target, endpoint, str(folder), secrets),),
                 name=f"deltaproof-rank{rank}",
             )
             for rank in range(scenario.world_size)

@@ -126,11 +126,54 @@ class Trainer:
         entries = []
         for index, offset, weight in self._shards:
             rows = initial_rows(self.scenario, index)[offset : offset + weight.shape[0]]
-            with torch.no_grad():
-                weight.copy_(torch.from_numpy(rows))
             entries.append((INITIAL, index, np.arange(offset, offset + len(rows)), rows))
             self._before.append(rows)
         self.ledger.write(0, entries)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Put back, in place, what the ledger says that the model holds."""
+        with torch.no_grad():
+            for (_, _, weight), rows in zip(self._shards, self._before, strict=True):
+                weight.copy_(torch.from_numpy(rows))
+
+    def warm_up(self) -> None:
+        """Train on batches that do not count, as a job does to fill its optimizer's state, then restore."""
+        for number in range(1, self.scenario.workload.warmup_batches + 1):
+            self.backward(self.forward(self.workload.warmup_batch(self.rank, number), (self.rank, -number)))
+        self._restore()
+
+    def replace_storage(self) -> None:
+        """Move the weights of the sharded tables to other memory. What held on to the old memory sees no update."""
+        shards = {w.untyped_storage().data_ptr() for i, _, w in self._shards if not self._replicated(i)}
+        moved: dict[int, torch.Tensor] = {}
+        lookups = [lookup for module in self.model.modules() for lookup in getattr(module, "_lookups", ())]
+        for kernel in (module for lookup in lookups for module in lookup.modules()):
+            # TorchRec's own modules share this memory for their state dicts; the kernels are who works with it.
+            if type(kernel).__module__.startswith("fbgemm_gpu"):
+                for tensor in (*kernel.parameters(recurse=False), *kernel.buffers(recurse=False)):
+                    at = tensor.untyped_storage().data_ptr()
+                    if at in shards:
+                        tensor.data = moved[at] = tensor.data.clone()
+        if moved.keys() != shards:
+            raise RuntimeError("the memory of some table was not found in TorchRec's kernels")
+        for position, (index, offset, weight) in enumerate(self._shards):
+            new = moved.get(weight.untyped_storage().data_ptr())
+            if new is not None:
+                view = new.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+                self._shards[position] = (index, offset, view)
+
+    def spoil(self, table: str, value: float) -> int | None:
+        """Put ``value`` into a row of the table that changed since the last record; its key, None if there is none."""
+        for (index, offset, weight), before in zip(self._shards, self._before, strict=True):
+            if self.scenario.tables[index].name == table and len(rows := _differing(weight, before)):
+                with torch.no_grad():
+                    weight[int(rows[0]), 0] = value
+                return int(rows[0]) + offset
+        return None
+
+    def _replicated(self, index: int) -> bool:
+        return self.scenario.tables[index].sharding == "data_parallel"
 
     def forward(self, bags: dict[str, Bags], rank_step: tuple[int, int]) -> torch.Tensor:
         """Loss of one batch: half the squared distance to targets drawn for (rank, step), so each step moves each
@@ -141,7 +184,7 @@ class Trainer:
             lengths=torch.from_numpy(np.concatenate([bags[f].lengths for f in self.workload.features])),
         ).to(self.device)
         out = self.model(features)
-        rng = np.random.default_rng([self.scenario.seed, 13, *rank_step])
+        rng = np.random.default_rng([self.scenario.seed, 13, *(n % 2**32 for n in rank_step)])
         target = torch.from_numpy(rng.standard_normal(out.numel(), dtype=np.float32)).to(self.device)
         loss: torch.Tensor = 0.5 * ((out - target) ** 2).sum()
         return loss
@@ -164,8 +207,7 @@ class Trainer:
         changed = 0
         for position, (index, offset, weight) in enumerate(self._shards):
             now = weight.detach().cpu().numpy()
-            before = self._before[position]
-            rows = np.flatnonzero((now.view(np.uint32) != before.view(np.uint32)).any(axis=1))
+            rows = _differing(weight, self._before[position])
             entries.append((CHANGED, index, rows + offset, now[rows]))
             if len(rows):
                 self._before[position] = now.copy()
@@ -186,3 +228,9 @@ class Trainer:
         """FQNs of the tables that bear this bare name."""
         names = [name.removesuffix(".weight") for name in self.model.state_dict()]
         return [name for name in names if name.rsplit(".", 1)[-1] == table]
+
+
+def _differing(weight: torch.Tensor, before: np.ndarray) -> np.ndarray:
+    """Indices of the rows whose bits are not those of ``before``."""
+    now = weight.detach().cpu().numpy()
+    return np.flatnonzero((now.view(np.uint32) != before.view(np.uint32)).any(axis=1))

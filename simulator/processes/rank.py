@@ -17,30 +17,35 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..clocks import SkewedClock
+from ..clocks import SkewedClocks
 from ..errors import ScenarioError
 from ..history import EventWriter, LedgerWriter
 from ..instrument import ObservedClient
 from ..loop import TrainingLoop
 from ..scenario import Scenario
-from ..target import RankContext
+from ..target import PASSWORD, RankContext
 
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What the supervisor tells a rank. ``endpoint``: host:port of the store; ``folder``: of this run."""
+    """What the supervisor tells a rank. ``endpoint``: host:port of the store; ``folder``: of this run; ``secrets``:
+    environment variables with values that must not appear in anything the run leaves behind."""
 
     scenario: str
     rank: int
     target: str
     endpoint: str
     folder: str
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def die_with_parent() -> None:
@@ -70,6 +75,7 @@ def main(spec: RankSpec) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=open(folder / f"rank{rank}.stacks", "w"), all_threads=True)  # noqa: SIM115
+    os.environ.update(spec.secrets)
     scenario = Scenario.from_json(spec.scenario)
     events = EventWriter(folder / f"rank{rank}.events.jsonl", f"rank{rank}", rank)
     events.write("rank-start", pid=os.getpid(), preloaded="torchrec" in sys.modules)
@@ -84,7 +90,7 @@ def main(spec: RankSpec) -> None:
             "error",
             step=run.step,
             type=type(error).__name__,
-            message=str(error),
+            message="; ".join([str(error), *getattr(error, "__notes__", ())]),
             where=run.where,
             unacknowledged=list(getattr(error, "unacknowledged", ()) or ()),
             traceback=traceback.format_exc()[-4000:],
@@ -100,16 +106,17 @@ class Run(TrainingLoop):
     """The training loop of a real rank: TorchRec's model, torch.distributed, the fake store over HTTP."""
 
     def __init__(self, scenario: Scenario, spec: RankSpec, events: EventWriter) -> None:
-        super().__init__(scenario, spec.rank, spec.target, events)
+        super().__init__(scenario, spec.rank, spec.target, events, spec.secrets)
         self.spec = spec
-        self.clock = SkewedClock(self.clock_read)
-        if self.shifts:
-            self.clock.install()
+        self.clocks = SkewedClocks(self.clock_read)
+        if self.skewed:
+            self.clocks.install()
 
     def everything(self) -> None:
         import torch
         import torch.distributed as dist
 
+        from .collectives import Collectives
         from .model import Trainer
 
         spec, scenario = self.spec, self.scenario
@@ -130,6 +137,8 @@ class Run(TrainingLoop):
             world_size=scenario.world_size,
             timeout=datetime.timedelta(seconds=scenario.deadlines.run_s),
         )
+        self.collectives = Collectives()
+        self.collectives.install()
         ledger = LedgerWriter(Path(spec.folder) / f"rank{spec.rank}.ledger.arrows")
         self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"))
         self.events.write("model-ready", shards=len(self._model._shards))
@@ -146,7 +155,17 @@ class Run(TrainingLoop):
         return bool(flag)
 
     def shift_clock(self, seconds: float) -> None:
-        self.clock.shift(seconds)
+        self.clocks.shift(seconds)
+
+    def advance_clocks(self, seconds: float) -> None:
+        self.clocks.advance(seconds)
+
+    def counting(self) -> AbstractContextManager[Counter[str]]:
+        return self.collectives.counting()
+
+    def resident_bytes(self) -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -163,7 +182,7 @@ class Run(TrainingLoop):
                 region="local",
                 endpoint=self.spec.endpoint,
                 featuredb_username=f"rank{self.spec.rank}",
-                featuredb_password="deltaproof",
+                featuredb_password=self.spec.secrets[PASSWORD],
             )
             return ObservedClient(inner, self.points, self.events)
 
@@ -176,4 +195,5 @@ class Run(TrainingLoop):
             client_factory=client,
             barrier=dist.barrier,
             endpoint=self.spec.endpoint,
+            version=self.version,
         )

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deltaproof.simulator.clocks import SkewedClock
-from deltaproof.simulator.faults import InjectedFault, RankRaise
+from deltaproof.simulator.clocks import SkewedClocks
+from deltaproof.simulator.faults import InjectedFault, LeakyError, RankRaise
 from deltaproof.simulator.history import Event, EventWriter, read_events
-from deltaproof.simulator.instrument import ObservedClient, Points
+from deltaproof.simulator.instrument import ObservedClient, ObservedView, Points
 from deltaproof.simulator.scenario import Scenario
 
 
@@ -117,15 +117,72 @@ def test_the_observed_client_passes_everything_on_and_reports(points) -> None:
     assert kinds == [("sdk-write", 2, 7), ("sdk-write", 2, 7), ("sdk-flush", None, None)]
 
 
-def test_a_skewed_clock_is_wrong_by_its_offset_and_tells_when_it_was_read() -> None:
-    reads = []
-    clock = SkewedClock(lambda: reads.append(1))
-    before = time.time_ns()
-    assert clock.time_ns() - before < 60e9
+def test_skewed_clocks_are_wrong_by_their_offset_and_tell_when_they_were_read() -> None:
+    reads: list[str] = []
+    clocks = SkewedClocks(lambda wall: reads.append("wall" if wall else "monotonic"))
+
+    def wall_s() -> float:
+        return (clocks.time_ns() - time.time_ns()) / 1e9
+
+    def monotonic_s() -> float:
+        return (clocks.monotonic_ns() - time.monotonic_ns()) / 1e9
+
+    assert abs(wall_s()) < 60 > abs(monotonic_s())
+    clocks.shift(3600)
+    clocks.shift(-7200)
+    assert abs(monotonic_s()) < 60, "a jump of the wall clock leaves the other alone"
     assert not reads
-    clock.shift(3600)
-    clock.shift(-7200)
-    assert not reads
-    assert -3601e9 < clock.time_ns() - time.time_ns() < -3599e9
-    clock.time_ns()
-    assert len(reads) == 1
+    assert -3660 < wall_s() < -3540
+    assert reads == ["wall"]
+    clocks.advance(300)
+    assert 240 < monotonic_s() < 360
+    assert -3360 < wall_s() < -3240
+    wall_s()
+    monotonic_s()
+    assert reads == ["wall", "monotonic", "wall"]
+
+
+def test_installed_clocks_mislead_the_target_and_not_the_events(points, monkeypatch) -> None:
+    for name in ("time", "time_ns", "monotonic", "monotonic_ns"):
+        monkeypatch.setattr(time, name, getattr(time, name))
+    clocks = SkewedClocks(lambda wall: None)
+    clocks.install()
+    points.fired(0)
+    clocks.advance(1000)
+    points.fired(0)
+    first, second = points.recorded()
+    assert second.t_ms - first.t_ms < 60_000
+    assert time.monotonic() * 1000 - second.t_ms > 900_000
+    assert abs(time.time() - time.time_ns() / 1e9) < 60
+
+
+def test_a_leaky_error_comes_once_after_the_flush_with_the_secrets_in_its_text(tmp_path) -> None:
+    scenario = Scenario(faults=(LeakyError(rank=0, nth=2),))
+    events = EventWriter(tmp_path / "events", "rank0", 0)
+    points = Points(scenario, 0, events, pytest.fail, {"FEATUREDB_PASSWORD": "opensesame"})
+    view = ObservedView(View(), points, events)
+    view.write_flush()
+    with pytest.raises(ConnectionError, match="FEATUREDB_PASSWORD=opensesame"):
+        view.write_flush()
+    view.write_flush()
+    kinds = [e.kind for e in read_events(tmp_path / "events")]
+    assert kinds == ["sdk-flush", "sdk-flush", "fault", "sdk-flush"]
+
+
+def test_views_of_one_rank_are_told_apart(points) -> None:
+    for _ in range(2):
+        ObservedView(View(), points, points._events).write_features(data=[1], version="v", ts=1)
+    assert len({e.data["view"] for e in points.recorded()}) == 2
+
+
+def test_a_flush_covers_the_writes_that_were_begun_when_it_was_called(points) -> None:
+    class Busy(View):
+        def write_flush(self):
+            seen.write_features(data=[1], version="v", ts=2)
+            return super().write_flush()
+
+    seen = ObservedView(Busy(), points, points._events)
+    seen.write_features(data=[1], version="v", ts=1)
+    seen.write_flush()
+    told = [(e.kind, e.data.get("number", e.data.get("covers"))) for e in points.recorded()]
+    assert told == [("sdk-write", 1), ("sdk-write", 2), ("sdk-flush", 1)]

@@ -1,16 +1,30 @@
 """Scenarios are plain data: what goes out comes in again, and what makes no sense is refused with one line."""
 
 import json
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltaproof.fakes.server.faults import AnyFault as ServerFault
+from deltaproof.simulator import store_faults
 from deltaproof.simulator.catalogue import demo_scenarios
 from deltaproof.simulator.errors import ScenarioError
-from deltaproof.simulator.faults import POINTS, REGISTRY, RankKill, StoreError, summary
-from deltaproof.simulator.scenario import SCENARIO_VERSION, Scenario, Table
+from deltaproof.simulator.faults import (
+    POINTS,
+    REGISTRY,
+    AnyStoreFault,
+    ClockStall,
+    RankKill,
+    StoreError,
+    StoreOutage,
+    StoreSlow,
+    summary,
+)
+from deltaproof.simulator.scenario import SCENARIO_VERSION, PublisherConfig, Scenario, Table
 from deltaproof.simulator.strategies import scenarios
 
 
@@ -89,6 +103,38 @@ BAD = {
     "status 200": ({"faults": [{"fault": "store-error", "status": 200}]}, "status is 200"),
     "4xx after commit": ({"faults": [{"fault": "store-error", "status": 429, "commit": True}]}, "nothing was applied"),
     "duplicate that is none": ({"faults": [{"fault": "duplicate-table", "table": "item"}]}, "under two owners"),
+    "a stall that goes back": (
+        {"faults": [{"fault": "clock-stall", "rank": 0, "step": 1, "seconds": -5}]},
+        "a monotonic clock only goes forward",
+    ),
+    "step 0": ({"faults": [{"fault": "storage-replaced", "rank": 0, "step": 0}]}, "step is 0"),
+    "a quiet table that is none": ({"faults": [{"fault": "quiet-table", "table": "x", "step": 1}]}, "called 'x'"),
+    "a table that cannot be quiet": (
+        {
+            "tables": [{"name": "a", "owner": "ec", "collection": "ec", "sharding": "data_parallel"}],
+            "faults": [{"fault": "quiet-table", "table": "a", "step": 1}],
+        },
+        "cannot be quiet",
+    ),
+    "a bad row of no table": ({"faults": [{"fault": "bad-row", "rank": 0, "step": 1, "table": "x"}]}, "called 'x'"),
+    "a value that is not bad": (
+        {"faults": [{"fault": "bad-row", "rank": 0, "step": 1, "table": "item", "value": "1"}]},
+        "Invalid enum value '1'",
+    ),
+    "no evaluation to raise": (
+        {"workload": {"eval_every_steps": 2}, "faults": [{"fault": "evaluation-raises", "rank": 0, "step": 3}]},
+        "no evaluation after step 3",
+    ),
+    "a route of nobody": ({"faults": [{"fault": "store-slow", "route": "lunch"}]}, "unknown route 'lunch'"),
+    "a reply too slow for any client": (
+        {"faults": [{"fault": "store-slow-body", "bytes_per_s": 1}]},
+        "bytes_per_s is 1",
+    ),
+    "less than no bytes": ({"faults": [{"fault": "store-truncated", "bytes_kept": -1}]}, "bytes_kept is -1"),
+    "an outage of a year": ({"faults": [{"fault": "store-outage", "duration_ms": 10**9}]}, "duration_ms is"),
+    "no queue": ({"publisher": {"queue_steps_max": 0}}, "publisher.queue_steps_max is 0"),
+    "no minutes": ({"publisher": {"every_minutes": 0}}, "publisher.every_minutes is 0"),
+    "clocks that go back": ({"workload": {"step_seconds": -1}}, "workload.step_seconds is -1"),
     "two policies": (
         {
             "faults": [
@@ -156,12 +202,42 @@ def test_one_fault_that_may_fail_decides_what_is_expected() -> None:
     assert Scenario(faults=(StoreError(count=attempts),)).expect == "fail-loudly"
 
 
-def test_the_demo_plans_every_fault_on_two_and_on_four_ranks() -> None:
+def test_the_demo_runs_on_two_and_on_four_ranks() -> None:
     found = demo_scenarios()
     assert len(found) >= 12
-    assert {f.kind for s in found for f in s.faults} == set(REGISTRY)
     assert {s.world_size for s in found} == {2, 4}
     assert len({s.name for s in found}) == len(found)
+
+
+def test_demo_and_corpus_plan_every_fault() -> None:
+    corpus = [Scenario.load(p) for p in (Path(__file__).parents[1] / "scenarios").glob("*.json")]
+    assert {f.kind for s in (*demo_scenarios(), *corpus) for f in s.faults} == set(REGISTRY)
+
+
+def test_a_fault_outlasts_the_patience_that_the_publisher_was_given() -> None:
+    patience_ms = Scenario().publisher.patience_ms
+    assert 0 < patience_ms < 1000
+    assert Scenario(faults=(StoreOutage(duration_ms=int(patience_ms) - 1),)).expect == "tolerate"
+    assert Scenario(faults=(StoreOutage(duration_ms=int(patience_ms) + 1),)).expect == "fail-loudly"
+    assert Scenario(faults=(StoreOutage(duration_ms=1, status=403),)).expect == "fail-loudly"
+    hasty = PublisherConfig(close_timeout_s=0.5)
+    assert Scenario(publisher=hasty, faults=(StoreSlow(delay_ms=400),)).expect == "tolerate"
+    assert Scenario(publisher=hasty, faults=(StoreSlow(delay_ms=600),)).expect == "fail-loudly"
+    assert Scenario(publisher=hasty, faults=(ClockStall(rank=0, step=1, seconds=60),)).expect == "fail-loudly"
+
+
+def test_only_writes_are_sure_to_be_tried_again() -> None:
+    assert Scenario(faults=(StoreError(route="write_arrow"),)).expect == "tolerate"
+    assert Scenario(faults=(StoreError(route="create_view"),)).expect == "fail-loudly"
+    assert Scenario(faults=(StoreSlow(route="create_view"),)).expect == "tolerate"
+
+
+@pytest.mark.parametrize("cls", get_args(AnyStoreFault), ids=lambda cls: cls.__struct_config__.tag)
+def test_the_fake_server_takes_each_store_fault_as_it_is_planned(cls: Any) -> None:
+    [planned] = store_faults.planned(Scenario(faults=(cls(rank=1, skip=2, count=3),)))
+    planned.check()
+    assert (planned.id, planned.client, planned.skip, planned.count) == ("0", "rank1", 2, 3)
+    assert msgspec.convert(msgspec.to_builtins([planned]), list[ServerFault]) == [planned]
 
 
 @pytest.mark.parametrize("kind", REGISTRY)
