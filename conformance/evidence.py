@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..simulator.faults import StoreSchemaChanged, StoreViewDeleted
 from ..simulator.history import Event, History, LedgerTable
 
 #: Steps before the first and after the last one. ``NEVER``: the model never held it; ``FOREVER``: it still does.
@@ -60,7 +61,7 @@ def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.
     superseded = np.flatnonzero(np.diff(model_keys) == 0)
     until[superseded] = model_steps[superseded + 1] - 1
 
-    codes = _codes(np.concatenate([model_values, values]))
+    codes = bit_codes(np.concatenate([model_values, values]))
     width = len(codes) + 1
     pairs = np.append(model_keys, keys) * width + codes
     pairs[len(order) :][~legal] = -1
@@ -75,7 +76,7 @@ def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.
     return np.where(hit, first[at], NEVER), np.where(hit, last[at], NEVER)
 
 
-def _codes(values: np.ndarray) -> np.ndarray:
+def bit_codes(values: np.ndarray) -> np.ndarray:
     """int64 (n,): equal numbers for rows that are equal bit by bit (0.0 and -0.0 are not, a NaN is what its bits
     are)."""
     values = np.ascontiguousarray(values, np.float32)
@@ -136,6 +137,12 @@ def touched(ledger: LedgerTable, rank: int | None = None) -> tuple[np.ndarray, n
     return first, last
 
 
+def log_is_whole(history: History) -> bool:
+    """Whether the store's log has every row that was ever accepted: it goes with its view when that is deleted."""
+    planned = zip(history.scenario.faults, history.fired, strict=False)
+    return not any(isinstance(fault, StoreViewDeleted | StoreSchemaChanged) and fired for fault, fired in planned)
+
+
 def step_starts(history: History) -> np.ndarray:
     """float64 (s,): no rank began lockstep step i before this moment (ms, monotonic); -inf where nothing is known.
 
@@ -174,6 +181,14 @@ def when_held(first: int, last: int) -> str:
         if last == FOREVER
         else f"{since}, which the model held until step {last}"
     )
+
+
+def writers(history: History) -> np.ndarray:
+    """int64 (rows of the accepted writes,): the rank whose client wrote the row, -1 for any other client."""
+    clients = history.writes["client"].combine_chunks().dictionary_encode()
+    ranks = [rank_of(name or "") for name in clients.dictionary.to_pylist()]
+    known = np.array([-1 if rank is None else rank for rank in ranks] + [-1], np.int64)
+    return known[clients.indices.fill_null(-1).to_numpy()]
 
 
 def rank_of(client: str) -> int | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 
 from ...simulator.faults import RankKill
-from ...simulator.history import History, RankOutcome
+from ...simulator.history import Event, History, RankOutcome
 from .. import evidence
 from ..verdict import Finding, Violation
+
+#: Codes by which the store refuses a row that the publisher had to refuse.
+REFUSED_ROWS = ("NonFiniteValue", "ReservedKey", "DimensionMismatch")
 
 
 def fails_loudly(history: History) -> Finding:
@@ -15,9 +18,15 @@ def fails_loudly(history: History) -> Finding:
 
     A publisher that gives up over a fault it should tolerate stops training for nothing: an owner whose shard lives
     on another rank made the dump raise (S21), a table without new ids made the tracker raise (S25), the job failed
-    when its first token expired (S36). And one that fails without a word cannot be repaired: a rank must not vanish
-    or die of a signal that nobody sent, and the error that brings the job down names its rank or a step. Ranks that
-    fall after it only repeat what the broken process group told them; of them, no more than any text is asked.
+    when its first token expired (S36), a rank opened the view before rank 0 had made it (S07). And one that fails
+    without a word cannot be repaired: a rank must not vanish or die of a signal that nobody sent, and the error that
+    brings the job down names its rank or a step. Ranks that fall after it only repeat what the broken process group
+    told them; of them, no more than any text is asked.
+
+    What must not be published has to stop the job as loudly. A row with NaN, with the reserved key or of another
+    dimension is the publisher's to refuse: a store that has to do it names neither step nor table, and one that does
+    not check serves it (S35). A job that is told to publish to no version, or to the one that serving reads by
+    default, may not succeed (S48).
     """
     finding = Finding("fails-loudly", checked=len(history.outcomes), unit="ranks")
     failed = sorted((o for o in history.outcomes if o.status != "ok"), key=lambda o: _when(history, o))
@@ -34,12 +43,24 @@ def fails_loudly(history: History) -> Finding:
             events=evidence.events_about(history, outcome.rank),
         )
 
+    def sent(request: Event) -> Violation:
+        return Violation(
+            property=finding.property,
+            message=f"the store had to refuse a row that must not be sent ({request.data['code']})",
+            rank=request.rank,
+            ts=request.data.get("ts"),
+            events=[*evidence.events_about(history, request.rank, until_ms=request.t_ms), request],
+        )
+
     if not _may_fail(history):
         struck = sorted({f.kind for f, n in zip(history.scenario.faults, history.fired, strict=False) if n})
         cause = f"only faults it must survive had struck ({', '.join(struck)})" if struck else "no fault had struck"
         finding.report(raised, lambda o: violation(o, f"failed although {cause}"))
     mute = [o for o in raised if not o.error.strip()]
     finding.report(mute, lambda o: violation(o, "failed without a word"))
+    finding.report(_survived(history), lambda o: violation(o, "succeeded with what had to be refused"))
+    bad_rows = [e for e in history.of("store", "request") if e.data.get("code") in REFUSED_ROWS]
+    finding.report(bad_rows, sent)
     # What the training loop itself raises is not the target's text.
     vague = [o for o in raised if o is failed[0] and o.where != "train" and o not in mute and not _names_a_place(o)]
     finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
@@ -50,6 +71,13 @@ def fails_loudly(history: History) -> Finding:
     if not finding.checked:
         finding.reason = "no rank was started"
     return finding
+
+
+def _survived(history: History) -> list[RankOutcome]:
+    """All ranks when the job succeeded although something struck that no job may survive, else none."""
+    planned = zip(history.scenario.faults, history.fired, strict=False)
+    fatal = history.succeeded and any(fault.must_fail and fired for fault, fired in planned)
+    return list(history.outcomes) if fatal else []
 
 
 def _when(history: History, outcome: RankOutcome) -> float:

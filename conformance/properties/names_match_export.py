@@ -58,7 +58,10 @@ def names_match_export(history: History) -> Finding:
         (fqn, o.rank)
         for fqn, ledger in history.tables.items()
         for o in history.outcomes
-        if o.status == "ok" and ledger.embedding_name not in stored and len(ledger.responsible(o.rank))
+        if o.status == "ok"
+        and evidence.log_is_whole(history)
+        and ledger.embedding_name not in stored
+        and len(ledger.responsible(o.rank))
     ]
     finding.report(
         absent,

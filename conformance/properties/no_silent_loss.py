@@ -21,6 +21,9 @@ def no_silent_loss(history: History) -> Finding:
     said so.
     """
     finding = Finding("no-silent-loss", unit="rows")
+    if not evidence.log_is_whole(history):
+        finding.reason = "the view was deleted, and with it the log of what it had accepted"
+        return finding
     claims = [o.rank for o in history.outcomes if o.status == "ok"]
     if not claims:
         finding.reason = "no rank claimed success"

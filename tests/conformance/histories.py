@@ -114,6 +114,7 @@ class Model:
         self.ts = [int(self.rng.integers(1, 10_000)) for _ in ranks]
         self.refusals = sum(f.count for f in scenario.faults if isinstance(f, faults.StoreError))
         self.refused = 0
+        self.written = [0 for _ in ranks]
         self.late: list[list[Batch]] = [[] for _ in ranks]  # batches that the network will deliver once more
 
     def _ledger(self, table: Table) -> LedgerTable:
@@ -140,6 +141,7 @@ class Model:
     def run(self, strike: Strike | None = None) -> History:
         self._event("rank-start")
         for step in range(1, self.scenario.workload.steps + 1):
+            self.step = step
             self._train(step)
             if strike is not None and strike.point == "train.after-step" and strike.nth == step:
                 self._bring_down(strike, step)
@@ -147,6 +149,8 @@ class Model:
             for rank in range(self.scenario.world_size):
                 if step % self.scenario.publisher.every_steps == 0:
                     self._dump(rank)
+                resident_bytes = 1000 + int(self.rng.integers(0, 10))
+                self._event("after-step", rank, step, resident_bytes=resident_bytes, collectives={})
                 while self.queues[rank] and self.rng.random() < 0.5:  # the thread behind lags as it likes
                     self._send(rank)
         finishing = list(range(self.scenario.world_size))
@@ -187,7 +191,7 @@ class Model:
                     self.values[index][key] = new
                     self.changes[index].append((step, key, new.copy()))
         for rank in self.rng.permutation(self.scenario.world_size).tolist():
-            self._event("step", rank, step)
+            self._event("step", rank, step, own_step=step, clock_s=float(step))
 
     def _dump(self, rank: int, final: bool = False) -> None:
         """What was touched since the last dump, at its present value; at the end also all replicated keys once more."""
@@ -206,7 +210,7 @@ class Model:
         delta = self.queues[rank].pop(0)
         while self.refusals and self.rng.random() < 0.5:
             self.refusals -= 1
-            self._attempt(rank, [row for row in delta if self.rng.random() < 0.5])
+            self._attempt(rank, delta, refused=True)
             self._refuse(rank)
         self._attempt(rank, delta)
 
@@ -214,15 +218,27 @@ class Model:
         self.refused += 1
         self._event("fault", rank, who="store", index=0, client=f"rank{rank}")
 
-    def _attempt(self, rank: int, delta: Delta) -> None:
-        size = int(self.rng.integers(1, 5))
+    def _attempt(self, rank: int, delta: Delta, refused: bool = False) -> None:
+        """Windows of batches, each closed by a flush; in the one that is refused any of the rows may be missing."""
+        size, width = int(self.rng.integers(1, 5)), int(self.rng.integers(1, 4))
         batches: list[Batch] = []
         for start in range(0, len(delta), size):
             self.ts[rank] += int(self.rng.integers(1, 50))
             batches.append((self.ts[rank], delta[start : start + size]))
-        self.rng.shuffle(batches)  # requests of one window are answered in any order
-        self.late[rank], again = [b for b in batches if self.rng.random() < 0.1], self.late[rank]
-        for ts, batch in [*batches, *again]:  # delivered twice, under one ts, when newer rows are there already
+        windows = [batches[start : start + width] for start in range(0, len(batches), width)]
+        fatal = int(self.rng.integers(0, len(windows))) if refused else len(windows)
+        for number, window in enumerate(windows[: fatal + 1]):
+            self._window(rank, window, refused=number == fatal)
+
+    def _window(self, rank: int, window: list[Batch], refused: bool) -> None:
+        for ts, _ in window:
+            self.written[rank] += 1
+            self._event("sdk-write", rank, view=0, number=self.written[rank], ts=ts)
+        if refused:
+            window = [(ts, [row for row in batch if self.rng.random() < 0.5]) for ts, batch in window]
+        self.rng.shuffle(window)  # requests of one window are answered in any order
+        self.late[rank], again = [b for b in window if self.rng.random() < 0.1], self.late[rank]
+        for ts, batch in [*window, *again]:  # delivered twice, under one ts, when newer rows are there already
             self.now_ms += 1
             for index, key, value in batch:
                 self.writes.append(
@@ -238,6 +254,7 @@ class Model:
                         "request_id": f"r{ts}",
                     }
                 )
+        self._event("sdk-flush", rank, view=0, covers=self.written[rank], failed_batches=int(refused))
 
     def _fall(self, strike: Strike, step: int) -> None:
         """The struck rank is killed, or raises and says where."""
@@ -303,6 +320,7 @@ class Model:
                 writes=pa.Table.from_pylist([], WRITES_SCHEMA),
                 final=pa.Table.from_pylist([], FINAL_SCHEMA),
                 fired=fired,
+                planted=("FEATUREDB_PASSWORD",),
             ),
             self.writes,
         )

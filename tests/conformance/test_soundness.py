@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,11 +18,20 @@ from deltaproof.conformance.judge import judge
 from deltaproof.conformance.properties import PROPERTIES
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator import faults
-from deltaproof.simulator.history import Event, History, RankOutcome
+from deltaproof.simulator.history import Event, History, Leak, RankOutcome
 
 from .histories import failed, legal, rows_of, succeeded, touched_keys, with_writes
 
 Breaker = Callable[[History, random.Random], History | None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_memory() -> Iterator[None]:
+    """The rows of these histories are few: what is a lot of memory has to be scaled to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        bounded_memory = importlib.import_module("deltaproof.conformance.properties.bounded_memory")
+        patch.setattr(bounded_memory, "ALLOWANCE_BYTES", 16)
+        yield
 
 
 @given(legal())
@@ -332,6 +342,121 @@ def kill_that_struck_another_rank(history: History, chance: random.Random) -> Hi
     return dataclasses.replace(history, scenario=scenario, outcomes=outcomes, fired=[*history.fired, 1])
 
 
+def with_fault(history: History, fault: faults.AnyFault) -> History:
+    """The history, with one more fault that struck once."""
+    scenario = msgspec.structs.replace(history.scenario, faults=(*history.scenario.faults, fault))
+    return dataclasses.replace(history, scenario=scenario, fired=[*history.fired, 1])
+
+
+def survived_what_nobody_may(history: History, chance: random.Random) -> History | None:
+    fatal = [faults.RefusedVersion(), faults.BadRow(rank=0, table="item", step=1), faults.StoreViewDeleted()]
+    return with_fault(history, chance.choice(fatal))
+
+
+def the_store_refused_a_row(history: History, chance: random.Random) -> History | None:
+    code = chance.choice(["NonFiniteValue", "ReservedKey", "DimensionMismatch"])
+    event = Event(t_ms=10**9, who="store", kind="request", rank=0, data={"client": "rank0", "code": code})
+    return dataclasses.replace(history, events=[*history.events, event])
+
+
+# ------------------------------------------------------------------------------- incremental readers miss rows
+def row_below_the_cursor(history: History, chance: random.Random) -> History | None:
+    """An acknowledged row comes under a ts that a reader of its rank, polling after the flush before, had passed."""
+    rows = rows_of(history)
+    candidates = []
+    for i, row in enumerate(rows):
+        told = [e for e in history.events if e.who == row["client"]]
+        polls = [e.t_ms for e in told if e.kind == "sdk-flush" and e.t_ms < row["t_ms"]]
+        seen = [r["ts"] for r in rows if polls and r["client"] == row["client"] and r["t_ms"] <= polls[-1]]
+        others = [r["ts"] for r in rows if (r["pk"], r["sk"]) == (row["pk"], row["sk"]) and r is not row]
+        if seen and max(seen) > max(others, default=0):
+            candidates.append((i, chance.randint(max(others, default=0) + 1, max(seen))))
+    found = chance_of(chance, candidates)
+    if found is None:
+        return None
+    i, ts = found
+    writes = [e for e in history.events if e.who == rows[i]["client"] and e.data.get("ts") == rows[i]["ts"]]
+    flush = next(
+        e for e in history.events if e.who == rows[i]["client"] and e.kind == "sdk-flush" and e.t_ms > writes[0].t_ms
+    )
+    if flush.data["failed_batches"]:
+        return None  # nobody said that this row had arrived
+    rows[i]["ts"] = ts
+    renamed = msgspec.structs.replace(writes[0], data={**writes[0].data, "ts": ts})
+    events = sorted([*history.events, renamed], key=lambda e: e.t_ms)
+    return with_writes(dataclasses.replace(history, events=events), rows)
+
+
+# ------------------------------------------------------------------------------- the hot path is not quiet
+def changed_call(change: Callable[[Event, random.Random], dict[str, Any]]) -> Breaker:
+    """A breaker that changes what was seen during one call of after_step()."""
+
+    def breaker(history: History, chance: random.Random) -> History | None:
+        calls = [i for i, e in enumerate(history.events) if e.kind == "after-step"]
+        i = chance_of(chance, calls)
+        if i is None:
+            return None
+        events = list(history.events)
+        data = {**events[i].data, **change(events[i], chance)}
+        events[i] = msgspec.structs.replace(events[i], data=data)
+        return dataclasses.replace(history, events=events)
+
+    breaker.__name__ = change.__name__
+    return breaker
+
+
+@changed_call
+def collective_in_a_step(call: Event, chance: random.Random) -> dict[str, Any]:
+    return {"collectives": {"allreduce at trainer.py:12 in vote": chance.randint(1, 3)}}
+
+
+def dumps_in_a_row(history: History, chance: random.Random) -> History | None:
+    """A key changes at every step, and each of its values is published: a dump per step, at a cadence of four."""
+    steps = history.scenario.workload.steps
+    failed = [e for e in history.events if e.kind == "sdk-flush" and e.data["failed_batches"]]
+    if steps < 8 or failed:
+        return None
+    fqn, ledger = chance.choice(sorted(history.tables.items()))
+    key, rank = chance.randrange(len(ledger.initial)), chance.randrange(len(history.outcomes))
+    values = np.random.default_rng(1).standard_normal((steps, ledger.initial.shape[1]), dtype=np.float32)
+    kept = ledger.keys != key
+    at = [np.append(ledger.steps[kept], np.arange(1, steps + 1)), np.append(ledger.keys[kept], np.full(steps, key))]
+    order = np.lexsort(at[::-1])
+    changed = dataclasses.replace(
+        ledger,
+        steps=at[0][order],
+        keys=at[1][order],
+        values=np.concatenate([ledger.values[kept], values])[order],
+    )
+    row = {"version": "run-1", "pk": ledger.embedding_name, "sk": key, "client": f"rank{rank}", "request_id": "r"}
+    rows = [{**row, "t_ms": 10.0**9 + n, "ts": 10**9 + n, "embedding": values[n]} for n in range(steps)]
+    publisher = msgspec.structs.replace(history.scenario.publisher, every_steps=4)
+    scenario = msgspec.structs.replace(history.scenario, publisher=publisher)
+    broken = dataclasses.replace(history, scenario=scenario, tables={**history.tables, fqn: changed})
+    return with_writes(broken, [*rows_of(history), *rows])
+
+
+# ------------------------------------------------------------------------------- memory grows and secrets get out
+def little_room(history: History, chance: random.Random) -> History | None:
+    """A queue of one byte, more rows than that from every rank, and memory that grows after the first step."""
+    publisher = msgspec.structs.replace(history.scenario.publisher, queue_bytes_max=1)
+    scenario = msgspec.structs.replace(history.scenario, publisher=publisher)
+    ranks = [o.rank for o in history.outcomes if (history.writes["client"].to_numpy() == f"rank{o.rank}").sum() > 1]
+    later = [i for i, e in enumerate(history.events) if e.kind == "after-step" and e.rank in ranks and e.step != 1]
+    i = chance_of(chance, later)
+    if i is None:
+        return None
+    events = list(history.events)
+    grown = {"resident_bytes": 1010 + 17 + chance.randrange(10**6)}
+    events[i] = msgspec.structs.replace(events[i], data={**events[i].data, **grown})
+    return dataclasses.replace(history, scenario=scenario, events=events)
+
+
+def secret_in_a_file(history: History, chance: random.Random) -> History | None:
+    leak = Leak(history.planted[0], chance.choice(["rank0.log", "shards/x.json"]), "url: /write?[FEATUREDB_PASSWORD]")
+    return dataclasses.replace(history, leaks=[leak])
+
+
 BREAKERS: dict[str, list[Breaker]] = {
     "no-lost-rows": [
         served_row_dropped,
@@ -370,7 +495,13 @@ BREAKERS: dict[str, list[Breaker]] = {
         without_a_reason(" "),
         without_a_reason("something went wrong"),
         kill_that_struck_another_rank,
+        survived_what_nobody_may,
+        the_store_refused_a_row,
     ],
+    "incremental-read-complete": [row_below_the_cursor],
+    "quiet-hot-path": [collective_in_a_step, dumps_in_a_row],
+    "bounded-memory": [little_room],
+    "no-secret-leak": [secret_in_a_file],
 }
 
 
