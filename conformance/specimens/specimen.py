@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ...simulator.scenario import Scenario
 
 
 class Patch:
-    """Replaces attributes of classes, and puts the originals back when ``undo`` closes."""
+    """Replaces attributes of classes and modules, and puts the originals back when ``undo`` closes."""
 
     def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
 
-    def replace(self, owner: type, name: str, value: Any) -> Any:
+    def replace(self, owner: type | ModuleType, name: str, value: Any) -> Any:
         """Set ``owner.name`` to ``value`` and return the original.
 
-        Raises AttributeError when the class itself has no such attribute: a specimen that mutates nothing would prove
+        Raises AttributeError when the owner itself has no such attribute: a specimen that mutates nothing would prove
         nothing.
         """
         if name not in vars(owner):
-            raise AttributeError(
-                f"{owner.__qualname__} has no {name!r} to replace; the specimen must follow the reference"
-            )
+            where = getattr(owner, "__qualname__", owner.__name__)
+            raise AttributeError(f"{where} has no {name!r} to replace; the specimen must follow the reference")
         original = vars(owner)[name]
         setattr(owner, name, value)
         self._undo.callback(setattr, owner, name, original)
