@@ -61,7 +61,7 @@ def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.
     superseded = np.flatnonzero(np.diff(model_keys) == 0)
     until[superseded] = model_steps[superseded + 1] - 1
 
-    codes = bit_codes(np.concatenate([model_values, values]))
+    codes = _codes(np.concatenate([model_values, values]))
     width = len(codes) + 1
     pairs = np.append(model_keys, keys) * width + codes
     pairs[len(order) :][~legal] = -1
@@ -76,7 +76,7 @@ def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.
     return np.where(hit, first[at], NEVER), np.where(hit, last[at], NEVER)
 
 
-def bit_codes(values: np.ndarray) -> np.ndarray:
+def _codes(values: np.ndarray) -> np.ndarray:
     """int64 (n,): equal numbers for rows that are equal bit by bit (0.0 and -0.0 are not, a NaN is what its bits
     are)."""
     values = np.ascontiguousarray(values, np.float32)
@@ -108,15 +108,27 @@ def match(history: History, table: pa.Table) -> dict[str, Rows]:
     return found
 
 
-_matched: tuple[weakref.ref[History], dict[str, Rows]] | None = None
+_matched: tuple[weakref.ref[History], dict[str, dict[str, Rows]]] | None = None
+
+
+def _match_once(history: History, what: str, table: pa.Table) -> dict[str, Rows]:
+    """``match``, kept for the last history, because several properties ask for the same."""
+    global _matched
+    if _matched is None or _matched[0]() is not history:
+        _matched = (weakref.ref(history), {})
+    if what not in _matched[1]:
+        _matched[1][what] = match(history, table)
+    return _matched[1][what]
 
 
 def written(history: History) -> dict[str, Rows]:
-    """``match`` of the accepted writes; the last history's is kept, because several properties ask for the same one."""
-    global _matched
-    if _matched is None or _matched[0]() is not history:
-        _matched = (weakref.ref(history), match(history, history.writes))
-    return _matched[1]
+    """``match`` of the accepted writes."""
+    return _match_once(history, "writes", history.writes)
+
+
+def served(history: History) -> dict[str, Rows]:
+    """``match`` of what the store served at the end."""
+    return _match_once(history, "final", history.final)
 
 
 def touched(ledger: LedgerTable, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:

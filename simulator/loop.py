@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import re
 import threading
 import time
 from collections import Counter
@@ -166,7 +167,7 @@ class TrainingLoop(abc.ABC):
         try:
             with self._in_target("start"):
                 publisher.start()
-            self.events.write("publisher-started", target=repr(publisher))
+            self.events.write("publisher-started", target=re.sub(r" at 0x\w+", "", repr(publisher)))
             self._train(publisher)
             self.points.passing("finish.before")
             for index, fault in self._planned(CloseRaces):

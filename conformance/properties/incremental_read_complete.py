@@ -28,10 +28,41 @@ def incremental_read_complete(history: History) -> Finding:
     writes that were never acknowledged are not asked for, nor is a second delivery of a row that was read before.
     """
     finding = Finding("incremental-read-complete", unit="rows")
-    for rank in range(len(history.outcomes)):
-        _follow(history, rank, finding)
+    talks = [_talk(list(history.of(f"rank{o.rank}", "sdk-write", "sdk-flush"))) for o in history.outcomes]
+    acknowledged = np.array(sorted(set[int]().union(*(talk.acknowledged for talk in talks))), np.int64)
+    finding.checked = sum(int(np.isin(rows.ts, acknowledged).sum()) for rows in evidence.served(history).values())
     if not finding.checked:
         finding.reason = "no acknowledged write of any rank is served by the store"
+        return finding
+    writers, arrived_ms = evidence.writers(history), history.writes["t_ms"].to_numpy()
+    for outcome, talk in zip(history.outcomes, talks, strict=True):
+        cursors = _cursors(history, np.flatnonzero(writers == outcome.rank), np.array(talk.polls_ms))
+        for fqn, rows in evidence.written(history).items():
+            late = np.flatnonzero((writers[rows.index] == outcome.rank) & (rows.ts <= cursors[rows.index]))
+            unseen = [i for i in late.tolist() if _is_asked_for(history, fqn, rows, i, talk, writers)]
+
+            def violation(
+                i: int,
+                fqn: str = fqn,
+                rows: evidence.Rows = rows,
+                rank: int = outcome.rank,
+                cursors: np.ndarray = cursors,
+            ) -> Violation:
+                return Violation(
+                    property=finding.property,
+                    message=f"a reader of rank {rank}'s rows that polled before this one arrived had come to ts "
+                    f"{cursors[rows.index[i]]}, and never sees it",
+                    table=fqn,
+                    name=rows.ledger.embedding_name,
+                    key=int(rows.keys[i]),
+                    rank=rank,
+                    step=int(rows.first[i]) if rows.first[i] >= 0 else None,
+                    ts=int(rows.ts[i]),
+                    expected=rows.values[i],
+                    events=evidence.events_about(history, rank, until_ms=float(arrived_ms[rows.index[i]])),
+                )
+
+            finding.report(unseen, violation)
     return finding
 
 
@@ -62,68 +93,29 @@ def _talk(events: list[Event]) -> _Talk:
     return talk
 
 
-def _follow(history: History, rank: int, finding: Finding) -> None:
-    talk = _talk(list(history.of(f"rank{rank}", "sdk-write", "sdk-flush")))
-    polls_ms = np.array(talk.polls_ms)
-    served = evidence.match(history, history.final)
-    arrived_ms = history.writes["t_ms"].to_numpy()
-    mine = evidence.writers(history) == rank
-    # What the reader has as its cursor after each poll.
-    of_rank = np.flatnonzero(mine)
-    cursors = np.zeros(len(polls_ms), np.int64)
-    if len(of_rank):
-        order = of_rank[np.argsort(arrived_ms[of_rank], kind="stable")]
-        highest = np.maximum.accumulate(history.writes["ts"].to_numpy()[order])
-        seen = np.searchsorted(arrived_ms[order], polls_ms, side="right")
-        cursors = np.where(seen > 0, highest[np.maximum(seen - 1, 0)], 0)
-    for fqn, rows in evidence.written(history).items():
-        final = served[fqn]
-        current = np.flatnonzero(final.sized & np.isin(final.ts, sorted(talk.acknowledged)))
-        first = _first_arrivals(rows, mine[rows.index], final, current)
-        ours = first >= 0
-        current, first = current[ours], first[ours]
-        finding.checked += len(current)
-        came_ms = arrived_ms[rows.index[first]]
-        last_poll = np.searchsorted(polls_ms, came_ms) - 1
-        cursor = np.where(last_poll >= 0, cursors[np.maximum(last_poll, 0)], -1) if len(polls_ms) else current * 0 - 1
-        unseen = np.flatnonzero(final.ts[current] <= cursor)
-
-        def violation(
-            i: int,
-            fqn: str = fqn,
-            final: evidence.Rows = final,
-            current: np.ndarray = current,
-            cursor: np.ndarray = cursor,
-            last_poll: np.ndarray = last_poll,
-            came_ms: np.ndarray = came_ms,
-        ) -> Violation:
-            row = int(current[i])
-            return Violation(
-                property=finding.property,
-                message=f"a reader that polled {came_ms[i] - polls_ms[last_poll[i]]:.0f} ms before this row of rank "
-                f"{rank} arrived had come to ts {cursor[i]}, and never sees it",
-                table=fqn,
-                name=final.ledger.embedding_name,
-                key=int(final.keys[row]),
-                rank=rank,
-                step=int(final.first[row]) if final.first[row] >= 0 else None,
-                ts=int(final.ts[row]),
-                expected=final.values[row],
-                events=evidence.events_about(history, rank, until_ms=float(came_ms[i])),
-            )
-
-        finding.report(unseen.tolist(), violation)
+def _cursors(history: History, mine: np.ndarray, polls_ms: np.ndarray) -> np.ndarray:
+    """int64 (rows of the accepted writes,): for each of ``mine`` the ts that the reader had come to before it arrived,
+    by the last poll before; -1 for all others."""
+    cursors = np.full(history.writes.num_rows, -1)
+    if not len(mine) or not len(polls_ms):
+        return cursors
+    arrived_ms, ts = history.writes["t_ms"].to_numpy(), history.writes["ts"].to_numpy()
+    order = mine[np.argsort(arrived_ms[mine], kind="stable")]
+    seen = np.searchsorted(arrived_ms[order], polls_ms, side="right")  # rows that had arrived by each poll
+    come_to = np.append(-1, np.maximum.accumulate(ts[order]))[seen]
+    poll = np.searchsorted(polls_ms, arrived_ms[mine])  # how many polls there were before each row
+    cursors[mine] = np.append(-1, come_to)[poll]
+    return cursors
 
 
-def _first_arrivals(written: evidence.Rows, mine: np.ndarray, served: evidence.Rows, current: np.ndarray) -> np.ndarray:
-    """int64 (n,): for each served row of ``current`` the first accepted one of mine with its key, ts and bits, or
-    -1."""
-    candidates = np.flatnonzero(mine & written.sized & np.isin(written.ts, served.ts[current]))
-    pairs = ((written.keys, served.keys), (written.ts, served.ts), (written.values, served.values))
-    keys, ts, values = (np.concatenate([theirs[candidates], ours[current]]) for theirs, ours in pairs)
-    rows = np.stack([keys, ts, evidence.bit_codes(values)], axis=1)
-    groups = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-    first = np.full(len(rows), len(candidates))
-    np.minimum.at(first, groups[: len(candidates)], np.arange(len(candidates)))
-    found = first[groups[len(candidates) :]]
-    return np.append(candidates, -1)[found]
+def _is_asked_for(history: History, fqn: str, rows: evidence.Rows, i: int, talk: _Talk, writers: np.ndarray) -> bool:
+    """Whether the store serves just this row, its write was acknowledged, and the reader did not get it earlier."""
+    if int(rows.ts[i]) not in talk.acknowledged or not rows.sized[i]:
+        return False
+
+    def same(others: evidence.Rows) -> np.ndarray:
+        found = np.flatnonzero((others.keys == rows.keys[i]) & (others.ts == rows.ts[i]) & others.sized)
+        return found[[others.values[j].tobytes() == rows.values[i].tobytes() for j in found]]
+
+    earlier = [j for j in same(rows).tolist() if j < i and writers[rows.index[j]] == writers[rows.index[i]]]
+    return bool(len(same(evidence.served(history)[fqn]))) and not earlier

@@ -22,7 +22,7 @@ def no_lost_rows(history: History) -> Finding:
     if not history.succeeded:
         finding.reason = "the job did not succeed, so its launcher knows that rows may be missing"
         return finding
-    served = evidence.match(history, history.final)
+    served = evidence.served(history)
     for fqn, ledger in history.tables.items():
         last_touch = evidence.touched(ledger)[1]
         keys = np.flatnonzero(last_touch != evidence.NEVER)

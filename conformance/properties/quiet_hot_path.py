@@ -29,6 +29,7 @@ def quiet_hot_path(history: History) -> Finding:
     cadence; it publishes what is held to the end, and that counts for none.
     """
     finding = Finding("quiet-hot-path", unit="calls")
+    writers = evidence.writers(history)
     for rank in range(len(history.outcomes)):
         calls = list(history.of(f"rank{rank}", "after-step"))
         finding.checked += len(calls)
@@ -44,7 +45,8 @@ def quiet_hot_path(history: History) -> Finding:
             )
 
         finding.report([c for c in calls if c.data.get("collectives")], collective)
-        bursts = [burst for fqn in history.tables for burst in _bursts(history, rank, fqn)]
+        clock = _Clock(history, rank)
+        bursts = [burst for fqn in history.tables for burst in _bursts(history, rank, fqn, clock, writers)]
 
         def burst(found: _Burst, rank: int = rank) -> Violation:
             publisher = history.scenario.publisher
@@ -76,17 +78,25 @@ class _Burst(NamedTuple):
     period: float
 
 
-def _bursts(history: History, rank: int, fqn: str) -> Iterator[_Burst]:
+class _Clock:
+    """What a rank's cadence counts in: its own steps, or seconds of its monotonic clock, by lockstep step."""
+
+    def __init__(self, history: History, rank: int) -> None:
+        publisher = history.scenario.publisher
+        minutes = publisher.every_minutes
+        self.period = float(publisher.every_steps) if minutes is None else 60.0 * minutes
+        steps = history.of(f"rank{rank}", "step")
+        count = "own_step" if minutes is None else "clock_s"
+        self.now = {e.step: float(e.data[count]) for e in steps if e.step is not None and count in e.data}
+        flushes = history.of(f"rank{rank}", "sdk-flush")
+        self.failed_flushes = sum(1 for e in flushes if e.data.get("failed_batches") or e.data.get("errors"))
+
+
+def _bursts(history: History, rank: int, fqn: str, clock: _Clock, writers: np.ndarray) -> Iterator[_Burst]:
     """The worst run of dumps of each followed key that comes too fast."""
-    publisher = history.scenario.publisher
-    by_time = publisher.every_minutes is not None
-    period = 60.0 * publisher.every_minutes if publisher.every_minutes is not None else float(publisher.every_steps)
-    steps = {e.step: e for e in history.of(f"rank{rank}", "step") if e.step is not None}
-    now = {step: float(e.data.get("clock_s" if by_time else "own_step", 0)) for step, e in steps.items()}
-    flushes = history.of(f"rank{rank}", "sdk-flush")
-    failed = sum(1 for e in flushes if e.data.get("failed_batches") or e.data.get("errors"))
+    now, period, failed = clock.now, clock.period, clock.failed_flushes
     rows = evidence.written(history)[fqn]
-    mine = np.flatnonzero((evidence.writers(history)[rows.index] == rank) & (rows.last != evidence.NEVER))
+    mine = np.flatnonzero((writers[rows.index] == rank) & (rows.last != evidence.NEVER))
     keys, counts = np.unique(rows.keys[mine], return_counts=True)
     for key in keys[np.argsort(-counts, kind="stable")][:KEYS_FOLLOWED].tolist():
         of_key = mine[rows.keys[mine] == key]
