@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.publisher import Publisher, PublisherError
 from deltaproof.reference.restart import RestartError, join
 from deltaproof.reference.shards import Files, find
-from deltaproof.reference.uploader import UploadError
+from deltaproof.reference.uploader import Uploader, UploadError
 
 T, DP = "m.ebc.embedding_bags.t", "m.ebc.embedding_bags.dp"
 
@@ -193,6 +194,25 @@ def test_a_restart_sends_what_was_pending_and_repairs_what_came_after(place: Pla
     assert len(place.log()) == before + 3
 
 
+def test_each_delta_says_why_its_rows_are_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    why: list[set[str]] = []
+    submit = Uploader.submit
+
+    def note(uploader: Any, step: int, table: pa.Table) -> None:
+        why.append(set(table["source"].to_pylist()))
+        submit(uploader, step, table)
+
+    monkeypatch.setattr(Uploader, "submit", note)
+    source, publisher = place.started()
+    source.train(T, [1], 1.0)
+    publisher.load_state_dict(publisher.state_dict())  # which tracks the row again
+    for step in (4, 5, 6):
+        source.train(T, [step], 1.0)
+        publisher.after_step(step)
+    publisher.finish(6)
+    assert why == [{"restore"}, {"dump"}, {"final"}]
+
+
 def test_a_rank_that_makes_no_step_repairs_at_the_end(place: Place) -> None:
     source, publisher = place.started()
     state = publisher.state_dict()
@@ -238,7 +258,17 @@ def test_replicated_rows_published_before_the_restart_are_read_again_at_the_end(
     assert place.stored() == {(DP, 3): 2.0}
 
 
-def test_a_job_that_goes_back_lets_its_queue_arrive_before_it_reads_what_to_repair(kit: Any, place: Place) -> None:
+def test_a_job_that_goes_back_lets_its_queue_arrive_before_it_reads_what_to_repair(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awaited, drain, flush = threading.Event(), Uploader.drain, DynamicEmbeddingFeatureView.write_flush
+
+    def flush_when_awaited(view: Any) -> Any:
+        assert awaited.wait(place.kit.deadline_s)
+        return flush(view)
+
+    monkeypatch.setattr(DynamicEmbeddingFeatureView, "write_flush", flush_when_awaited)
+    monkeypatch.setattr(Uploader, "drain", lambda uploader: (awaited.set(), drain(uploader)))
     source, publisher = place.started()
     state = publisher.state_dict()
     source.train(T, [1], 3.0)
