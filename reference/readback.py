@@ -85,7 +85,7 @@ class Newest:
         keys, ts = (np.concatenate(columns) for columns in zip(*self._waiting, strict=True))
         order = np.lexsort((ts, keys))
         self.keys, self.ts = keys[order], ts[order]
-        self.keep(np.diff(self.keys, append=0) != 0 if len(keys) else np.empty(0, bool))
+        self.keep(np.append(self.keys[1:] != self.keys[:-1], True)[: len(keys)])
 
     def keep(self, mask: Mask) -> None:
         self.keys, self.ts = self.keys[mask], self.ts[mask]
@@ -346,6 +346,8 @@ class Resend:
             for share in survey.shares():
                 for rows in survey.newest_rows(share):
                     due = self._is_due(rows.ts, reader.look_up(rows)[0])
+                    due &= rows.newest.verdicts[rows.places] != MATCH  # of several rows with a key's newest ts, one
+                    rows.newest.verdicts[rows.places[due]] = MATCH
                     report.sent += int(np.count_nonzero(due))
                     if due.any() and not dry_run:
                         reader.submit(rows.entry.manifest.step, _delta(rows, due))
