@@ -62,6 +62,7 @@ class Publisher:
         self._cadence: Cadence | None = None
         self._uploader: Uploader | None = None
         self._view: Any = None
+        self._spill: ShardWriter | None = None
         self._step = 0
         self._restart: Restart | None = None  # loaded before start
         self._repairing = self._finished = self._closed = False
@@ -103,7 +104,7 @@ class Publisher:
             raise error
         self._view = self._open_view()
         retain = self._shards(self._settings.retain, "acknowledged")
-        spill = self._shards(self._settings.spill, "spilled")
+        self._spill = spill = self._shards(self._settings.spill, "spilled")
         self._uploader = Uploader(
             self._view,
             self._settings,
@@ -274,14 +275,15 @@ class Publisher:
             self._begin_restart(self._running(), restart)
 
     def _begin_restart(self, uploader: Uploader, restart: Restart) -> None:
-        """Track again what the checkpoint says the store lacks, and what the store received after it."""
+        """Track again what the checkpoint says the store lacks, and what was published or spilled after it."""
         self._earlier_ts = 0
         uploader.drain()  # when a running job goes back, what it queued must be in the store before that is read
         self._settle()
         uploader.catch_up(restart.ts_max)
         self._dumper.discard()
         discarded = self._discarded(restart.ts_min, uploader.ts_last)
-        rows = self._dumper.take_over(merge_keys(restart.pending, discarded), restart.replicated)
+        spilled = [] if self._spill is None else map(keys_of, self._spill.keys_after(restart.ts_min))
+        rows = self._dumper.take_over(merge_keys(restart.pending, discarded, *spilled), restart.replicated)
         self._repairing = rows > 0
         log.info("rank %d, generation %s: %d rows to publish again after a restart", self._rank, self.generation, rows)
 

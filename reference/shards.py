@@ -15,7 +15,7 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -266,6 +266,17 @@ class ShardWriter:
         that is behind would give smaller ones to newer rows, which a resend would then take for older.
         """
         return max((entry.manifest.ts_last for entry in find(self._files, self._folder).entries), default=0)
+
+    def keys_after(self, ts: int) -> Iterator[pa.Table]:
+        """Columns table_fqn and key_id of every whole shard of this view, version and state with a ts (ms) above `ts`.
+
+        A restart publishes these rows again, so that no later resend finds its own values older than the spilled ones.
+        """
+        for entry in find(self._files, self._folder).entries:
+            if entry.manifest.ts_last > ts and entry.manifest.state == self._state:
+                with contextlib.suppress(Damaged):  # nothing resends it either
+                    verify(self._files, entry)
+                    yield pq.read_table(self._files.open(entry.shard), columns=["table_fqn", "key_id"])
 
     def _path(self, step: int, seq: int) -> str:
         """Path of one submission's files, without their endings."""

@@ -20,6 +20,7 @@ from deltaproof.fakes.store import Store
 from deltaproof.reference import publisher as publisher_module
 from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.publisher import Publisher, PublisherError
+from deltaproof.reference.readback import Resend, ResendReport, StoreReader
 from deltaproof.reference.restart import RestartError, join
 from deltaproof.reference.shards import Files, find
 from deltaproof.reference.uploader import Uploader, UploadError
@@ -439,6 +440,37 @@ def test_acknowledged_deltas_are_retained_and_undeliverable_ones_spilled_under_t
     source, publisher = place.started(wall_s=1.0)
     assert publisher.uploader.ts_last == spilled.manifest.ts_last > kept.manifest.ts_last  # the store never saw it
     assert publisher.generation not in (None, kept.manifest.generation)
+
+
+def test_what_was_spilled_after_the_checkpoint_is_published_again_so_that_nothing_is_left_to_resend(
+    kit: Any, tmp_path: Path
+) -> None:
+    place = Place(kit, spill=str(tmp_path))
+    source, publisher = place.started()
+    source.train(T, [1, 2], 1.0)
+    publisher.finish(1)
+    state = publisher.state_dict()
+    place.plan.set([StatusFault(id="no", code=403, count=10**6)])
+    source.train(T, [2, 3], 9.0)  # the discarded future, which never reached the store
+    for end in (lambda: publisher.finish(2), publisher.close):
+        with pytest.raises(UploadError):
+            end()
+    place.plan.set([])
+
+    def resend() -> ResendReport:
+        client: Any = in_process_client(place.store, "resend")
+        view = client.get_project("deltaproof").get_dynamic_embedding_feature_view("v")
+        files = Files(str(tmp_path))
+        return Resend(files, find(files), StoreReader(view, place.settings, 0, 1)).run(dry_run=True)
+
+    assert resend().sent == 2
+    source, publisher = place.publisher(wall_s=1.0)
+    source.weights[T][[1, 2]] = 1.0
+    publisher.load_state_dict(state)
+    publisher.start()
+    publisher.finish(2)
+    assert resend().sent == 0
+    assert place.stored() == {(T, 1): 1.0, (T, 2): 1.0, (T, 3): 0.0}
 
 
 def test_without_a_client_one_is_made_at_the_start_and_again_when_the_token_expired(kit: Any) -> None:
