@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from ..errors import InvalidParameter
 from ..store import Snapshot
-from .windows import WINDOW_BYTES, rows_within
+from .windows import rows_within
 
 OCTET_STREAM: Final = "application/octet-stream"
 SEPARATOR: Final = "\x1d"
@@ -75,7 +75,7 @@ def _kkv_block(pk: str, keys: Any, ts: Any, values: Any | None) -> bytes:
 
 
 def kkv_blocks(snapshot: Snapshot, pks: Sequence[str], length: int, with_value: bool) -> Iterator[bytes]:
-    """Blocks of at most ``BLOCK_ROWS`` rows and about ``WINDOW_BYTES``, one at a time.
+    """Blocks of at most ``BLOCK_ROWS`` rows and about ``windows.WINDOW_BYTES``, one at a time.
 
     For each of ``pks`` the ``length`` rows written last, newest ts first. Equal ts: smaller key first. ``length`` 0:
     all rows.
@@ -86,7 +86,7 @@ def kkv_blocks(snapshot: Snapshot, pks: Sequence[str], length: int, with_value: 
             continue
         image = images[pk]
         newest = np.argsort(-image.ts[image.order], kind="stable")[: length or None]
-        rows = rows_within(image.values.itemsize * image.values.shape[1], WINDOW_BYTES, BLOCK_ROWS)
+        rows = rows_within(image.value_bytes, BLOCK_ROWS)
         for start in range(0, len(newest), rows):
             keys, ts, values = image.take(newest[start : start + rows])
             yield _kkv_block(pk, keys, ts, values if with_value else None)

@@ -30,7 +30,6 @@ from ..errors import (
     InvalidToken,
     InvalidVersion,
     ProjectNotFound,
-    SchemaMismatch,
 )
 from ..store import EntitySpec, ViewSpec, check_version, other_type
 from . import flat, windows, wire
@@ -70,7 +69,7 @@ PAGE_SIZE_DEFAULT: Final = 10
 PAGE_SIZE_MAX: Final = 1000
 TS_MAX: Final = 2**63 - 1
 ONLINE_ROWS_MAX: Final = 1000
-ONLINE_NUMBERS_MAX: Final = 1_000_000  # in all the rows together; each takes up to 25 bytes of JSON
+ONLINE_BYTES_MAX: Final = 4 * 2**20  # of all these rows as Arrow columns; as JSON they take six times as much
 
 
 class Reply(NamedTuple):
@@ -541,10 +540,9 @@ async def online_features(call: Call) -> Reply:
     def effect() -> dict[str, Any]:
         spec = call.state.view(call.path("view"))
         snapshot = call.state.store.snapshot(spec.project, spec.name, version, tables=join_ids)
-        numbers = sum(image.values.shape[1] * len(image.order) for _, image in snapshot.parts)
-        if snapshot.rows > ONLINE_ROWS_MAX or numbers > ONLINE_NUMBERS_MAX:
+        if snapshot.rows > ONLINE_ROWS_MAX or snapshot.nbytes > ONLINE_BYTES_MAX:
             raise BodyTooLarge(
-                f"{snapshot.rows} rows of {numbers} numbers, over {ONLINE_ROWS_MAX} or {ONLINE_NUMBERS_MAX}: "
+                f"{snapshot.rows} rows of {snapshot.nbytes} bytes, over {ONLINE_ROWS_MAX} or {ONLINE_BYTES_MAX}: "
                 "use the data plane"
             )
         texts = [
@@ -677,18 +675,12 @@ async def lookup_arrow(call: Call) -> Reply:
     """Ours: rows by (pk, sk) as an Arrow IPC stream, in request order, missing ones left out."""
     spec = _table(call)
     version = _version(call)
-    request = wire.read_arrow(call.body)
-    if sorted(request.schema.names) != ["pk", "sk"]:
-        raise SchemaMismatch(f"columns {request.schema.names}, want pk and sk")
-    call.entry.rows = request.num_rows
-    pk, sk = request.column("pk"), request.column("sk")
+    pk, sk = wire.key_columns(wire.read_arrow(call.body))
+    call.entry.rows = len(sk)
     table = await call.commit(lambda: windows.lookup(call.state.store, spec, version, pk, sk))
     if table.nbytes <= windows.WINDOW_BYTES:
         return Reply(wire.arrow_bytes(table), wire.ARROW_STREAM)
-    batches = table.to_batches(
-        windows.rows_within(table.nbytes // table.num_rows, windows.WINDOW_BYTES, table.num_rows)
-    )
-    return Reply(wire.arrow_chunks(table.schema, iter(batches)), wire.ARROW_STREAM)
+    return Reply(wire.arrow_chunks(table.schema, iter(windows.table_batches(table))), wire.ARROW_STREAM)
 
 
 def _read_version(call: Call, spec: ViewSpec) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import FakeError, InvalidParameter, MalformedBody, SchemaMismatch
 from ..store import ViewSpec, write_schema
@@ -155,6 +156,19 @@ def arrow_chunks(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterat
         yield sink.take()
     writer.close()
     yield sink.take()
+
+
+def key_columns(batch: pa.RecordBatch) -> tuple[pa.StringArray, pa.Int64Array]:
+    """pk and sk of a lookup. Raises SchemaMismatch for other columns, other types and nulls."""
+    if sorted(batch.schema.names) != ["pk", "sk"]:
+        raise SchemaMismatch(f"lookup: columns {batch.schema.names}, want pk and sk")
+    for name, want in (("pk", pa.string()), ("sk", pa.int64())):
+        column = batch.column(name)
+        if column.type != want:
+            raise SchemaMismatch(f"lookup: column {name} is {column.type}, want {want}")
+        if column.null_count:
+            raise SchemaMismatch(f"lookup: column {name} is null in row {pc.index(column.is_null(), True)}")
+    return batch.column("pk"), batch.column("sk")
 
 
 def rows_to_batch(content: Any, spec: ViewSpec) -> pa.RecordBatch:
