@@ -197,15 +197,25 @@ class Uploader:
         Raises:
             UploadError: the mark cannot be read.
         """
-        failure = None
-        try:
-            ts = max(ts, self._persist("the store's greatest ts", self._high_water_ts))
-        except AttemptError as error:
-            failure = self._error(f"the store's greatest ts cannot be read: {error}")
-        if failure is not None:  # raised from here, so that it drags no other error along
-            raise failure
+        mark = self._inquire("the store's greatest ts", self._high_water_ts)
         with self._changed:
-            self._ts_last = max(self._ts_last, ts)
+            self._ts_last = max(self._ts_last, ts, mark)
+
+    def read_changes(self, ts: int) -> tuple[pa.Table, int]:
+        """Rows that the store received above `ts` (ms), all or a portion, and the ts to go on with.
+
+        Raises:
+            UploadError: they cannot be read.
+        """
+        return self._inquire("what changed", lambda: self._view.read_changes(self._settings.version, ts))
+
+    def _inquire(self, what: str, call: Callable[[], T]) -> T:
+        """The store's answer, for the training thread, asked for as patiently as rows are sent."""
+        try:
+            return self._persist(what, call)
+        except AttemptError as error:
+            failure = self._error(f"{what} cannot be read: {error}")
+        raise failure  # from here, so that it drags no other error along
 
     def watermark_ms(self) -> int:
         """A ts above which all rows to come will be; no row of this uploader had a greater one so far.
@@ -471,15 +481,14 @@ class Uploader:
 
         Chunks are not joined, so a chunked table gives more batches than rows / batch size.
         """
-        view, size = self._view, self._batch_size
-        names = [view.pk_field, view.sk_field, view.embedding_field]
-        for chunk in table.to_batches(max_chunksize=8 * self._window_rows):
-            fqn = constant(chunk["table_fqn"]) if chunk.num_rows else None
+        names = [self._view.pk_field, self._view.sk_field, self._view.embedding_field]
+        columns = table.select(["table_fqn", "key_id", "embedding"]).rename_columns(names)
+        for chunk in columns.to_batches(max_chunksize=8 * self._window_rows):
+            fqn = constant(chunk.column(0)) if chunk.num_rows else None
             for start in range(0, chunk.num_rows, self._window_rows):
-                part = chunk.slice(start, self._window_rows)
-                columns = [self._published(part["table_fqn"], fqn), part["key_id"], part["embedding"]]
-                window = pa.RecordBatch.from_arrays(columns, names=names)
-                yield from (window.slice(first, size) for first in range(0, window.num_rows, size))
+                window = chunk.slice(start, self._window_rows)
+                window = window.set_column(0, names[0], self._published(window.column(0), fqn))
+                yield from (window.slice(first, self._batch_size) for first in range(0, len(window), self._batch_size))
 
     def _published(self, fqns: pa.StringArray, fqn: str | None) -> pa.StringArray:
         """Published name of each row of a window. `fqn`: of all of them, when they share one."""
