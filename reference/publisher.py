@@ -281,7 +281,7 @@ class Publisher:
         self._settle()
         uploader.catch_up(restart.ts_max)
         self._dumper.discard()
-        discarded = self._discarded(restart.ts_min, uploader.ts_last)
+        discarded = self._discarded(restart.ts_min, uploader)
         spilled = [] if self._spill is None else map(keys_of, self._spill.keys_after(restart.ts_min))
         rows = self._dumper.take_over(merge_keys(restart.pending, discarded, *spilled), restart.replicated)
         self._repairing = rows > 0
@@ -291,7 +291,7 @@ class Publisher:
         """Let the last requests of a job that was killed land: what lands later than the next read goes unseen."""
         time.sleep(self._settings.settle_s)
 
-    def _discarded(self, ts_min: int, ts_max: int) -> dict[str, Keys]:
+    def _discarded(self, ts_min: int, uploader: Uploader) -> dict[str, Keys]:
         """Keys per FQN of the rows that the store received after the checkpoint: their values may be of steps that the
         restored model never made. Other ranks' are among them. Read in as many portions as the view gives.
         """
@@ -307,9 +307,9 @@ class Publisher:
         found: dict[str, Keys] = {}
         cursor, more = ts_min, True
         while more:
-            changed, cursor = self._view.read_changes(self._settings.version, cursor)
+            changed, cursor = uploader.read_changes(cursor)
             found = merge_keys(found, keys_of(changed, "pk", "sk"))
-            more = changed.num_rows > 0 and cursor < ts_max  # above ts_max, only what this job's ranks publish by now
+            more = changed.num_rows > 0 and cursor < uploader.ts_last  # above it is only what this job publishes by now
         foreign = {name: len(keys) for name, keys in found.items() if name not in fqns}
         for name in fqns.keys() & found.keys():
             if outside := int(np.count_nonzero(found[name] >= self._tables[fqns[name]].rows)):

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from deltaproof.fakes.feature_store_py import TransportError, in_process_client
+from deltaproof.fakes.feature_store_py import in_process_client
 from deltaproof.fakes.server.faults import FaultPlan, PartialFault, ResetFault, StatusFault
 from deltaproof.fakes.store import Store
 from deltaproof.reference import publisher as publisher_module
@@ -45,7 +45,6 @@ ROWS = {  # table: (owner, rows, sharding); the second is published under its tw
 FQNS = {table: f"{owner}.embedding_bags.{table}" for table, (owner, _, _) in ROWS.items()}
 NAMES = {table: full.replace("ebc_user", "ebc") for table, full in FQNS.items()}
 DIM = 2
-KEPT = (ResetFault, PartialFault, StatusFault)
 
 
 class Simulation:
@@ -385,6 +384,7 @@ faults = st.one_of(
     st.builds(PartialFault, id=st.just("f"), rows_failed=st.integers(1, 2), count=st.integers(1, 2)),
     st.builds(StatusFault, id=st.just("f"), code=st.just(403)),
     st.builds(StatusFault, id=st.just("f"), code=st.just(503), count=st.just(9)),  # more than the retries
+    st.builds(StatusFault, id=st.just("f"), route=st.just("changes"), code=st.just(503), count=st.sampled_from([2, 9])),
 )
 
 
@@ -566,7 +566,7 @@ class Convergence(RuleBasedStateMachine):
         try:
             with process.running() as publisher:
                 call(publisher)
-        except (UploadError, TransportError):
+        except UploadError:
             assert self.struck, "a publisher failed, and no fault was planned"
             if emergency:
                 self.checkpoint()
@@ -722,7 +722,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "S30 restore-dummy": (Dumper, "discard", lambda self: None),
     "S31 pending-lost-on-crash": (Publisher, "_pending", lambda self, uploader: self._dumper.tracked()),
     "S31 tracked-lost-on-crash": (Publisher, "_pending", queued_only),
-    "S32 discarded-future": (Publisher, "_discarded", lambda self, ts_min, ts_max: {}),
+    "S32 discarded-future": (Publisher, "_discarded", lambda self, ts_min, uploader: {}),
     "S44 dp-rank0-only": (Dumper, "_targets", s44),
     "S46 duplicate-step-dropped": (Uploader, "submit", s46),
     "late requests unseen": (Publisher, "_settle", lambda self: None),

@@ -353,6 +353,23 @@ def test_changes_are_read_portion_by_portion(place: Place, monkeypatch: pytest.M
     assert asked == sorted(set(asked))
 
 
+def test_a_restart_asks_again_when_the_store_does_not_answer(place: Place) -> None:
+    source, publisher = place.started()
+    state = publisher.state_dict()
+    source.train(T, [1], 3.0)
+    publisher.finish(2)
+    source, publisher = place.publisher()
+    publisher.load_state_dict(state)
+    place.plan.set([StatusFault(id="away", code=503, route="changes", count=7)])
+    publisher.start()
+    publisher.finish(3)
+    assert place.plan.fired()[0].fired == 7
+    assert place.stored() == {(T, 1): 0.0}
+    place.plan.set([StatusFault(id="away", code=503, route="iterate_changes", count=100)])
+    with pytest.raises(UploadError, match="what changed cannot be read: "):
+        publisher.load_state_dict(state)
+
+
 @pytest.mark.parametrize("lacks", ["read_changes", "high_water_ts"])
 def test_an_sdk_that_cannot_list_changes_is_refused_unless_that_is_accepted(
     kit: Any, monkeypatch: pytest.MonkeyPatch, lacks: str
