@@ -622,7 +622,8 @@ def _finish_shards(command: str, where: str, told: dict[str, Any], json_file: st
     if json_file == "-":
         print(document)
     elif json_file is not None:
-        Path(json_file).write_text(document + "\n")
+        with _bad_input_told():
+            Path(json_file).write_text(document + "\n")
     raise typer.Exit(code)
 
 
