@@ -17,6 +17,9 @@ SECRET_VARIABLES = (
     "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
     "ALIBABA_CLOUD_SECURITY_TOKEN",
     "FEATUREDB_PASSWORD",
+    "AWS_ACCESS_KEY_ID",  # of shards on s3://
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
 )
 TEXT_MAX = 300
 PREFIX = 8  # characters of a longer secret by which it is known when somebody cut it off
