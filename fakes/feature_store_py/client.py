@@ -5,8 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, SupportsIndex
 
 import pyarrow as pa
 
@@ -120,7 +120,7 @@ class DynamicEmbeddingFeatureView:
         data: Sequence[dict[str, Any]],
         version: str | None = None,
         write_mode: str = "MERGE",
-        ts: int | None = None,
+        ts: SupportsIndex | None = None,
     ) -> None:
         """Queue rows ``{pk_field: str, sk_field: int, embedding_field: numbers}`` for the JSON route.
 
@@ -138,7 +138,7 @@ class DynamicEmbeddingFeatureView:
         batch: pa.RecordBatch | pa.Table,
         version: str | None = None,
         write_mode: str = "MERGE",
-        ts: int | None = None,
+        ts: SupportsIndex | None = None,
     ) -> None:
         """Queue a batch whose columns bear the view's field names; split at ``_batch_size`` rows.
 
@@ -196,7 +196,7 @@ class DynamicEmbeddingFeatureView:
         }
 
     def get_online_features(
-        self, feature_name: str, keys: Sequence[int], version: str | None = None
+        self, feature_name: str, keys: Iterable[SupportsIndex], version: str | None = None
     ) -> list[dict[str, Any]]:
         """Rows found for ``keys`` of table ``feature_name``: dicts with pk_field, "sk" (int) and embedding_field.
 
@@ -227,13 +227,13 @@ class DynamicEmbeddingFeatureView:
         """Ours: the same as one table."""
         return self.scan_batches(version).read_all()
 
-    def read_changes_batches(self, version: str, ts: int) -> Batches:
+    def read_changes_batches(self, version: str, ts: SupportsIndex) -> Batches:
         """Ours: rows whose ts is above ``ts`` (0: all), in batches as they arrive; its ``next_ts`` is for next time."""
         with _refusals():
-            version, ts = inputs.version(version), inputs.cursor(ts)
-        return self._transport.changes(self._spec, version, ts)
+            version, cursor = inputs.version(version), inputs.cursor(ts)
+        return self._transport.changes(self._spec, version, cursor)
 
-    def read_changes(self, version: str, ts: int) -> tuple[pa.Table, int]:
+    def read_changes(self, version: str, ts: SupportsIndex) -> tuple[pa.Table, int]:
         """Ours: (rows whose ts is above ``ts``, the ts to ask with next time)."""
         found = self.read_changes_batches(version, ts)
         assert found.next_ts is not None
@@ -290,9 +290,9 @@ class Project:
         embedding_field_name: str = "embedding",
         pk_field_type: Any = "STRING",
         sk_field_type: Any = "INT64",
-        ttl: int = 1_296_000,
-        shard_count: int = 20,
-        replication_count: int = 1,
+        ttl: SupportsIndex = 1_296_000,
+        shard_count: SupportsIndex = 20,
+        replication_count: SupportsIndex = 1,
         embedding_field_type: Any = "ARRAY<FLOAT>",
     ) -> DynamicEmbeddingFeatureView:
         """Create the view and open it. Raises ValueError for other field types, TransportError (AlreadyExists, …)."""
@@ -303,7 +303,7 @@ class Project:
         spec = ViewSpec(
             self.name,
             name,
-            getattr(entity, "name", entity),
+            entity.name if isinstance(entity, Entity) else entity,
             pk_field_name,
             sk_field_name,
             embedding_field_name,

@@ -89,9 +89,7 @@ def keys(values: Any) -> pa.Int64Array:
     if isinstance(values, pa.Array | pa.ChunkedArray | np.ndarray):
         array = _integers(values)
     else:
-        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-            raise SchemaMismatch(f"keys {shown(values)}: want a sequence of integers, got a {type(values).__name__}")
-        found = list(values)
+        found = _listed("keys", values, "integers")
         for number, key in enumerate(found):
             if not is_integer(key) or not INT64_MIN <= key <= INT64_MAX:
                 raise SchemaMismatch(f"key {shown(key)} (number {number}): want an int64")
@@ -99,6 +97,15 @@ def keys(values: Any) -> pa.Int64Array:
     if array.null_count:
         raise SchemaMismatch("keys: a null is among them")
     return array
+
+
+def _listed(what: str, values: Any, of: str) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise SchemaMismatch(f"{what} {shown(values)}: want a sequence of {of}, got a {type(values).__name__}")
+    try:
+        return list(values)
+    except TypeError:  # NumPy's arrays of no dimension only look iterable
+        raise SchemaMismatch(f"{what}: want a sequence of {of}, got a {type(values).__name__}") from None
 
 
 def _integers(values: Any) -> pa.Int64Array:
@@ -119,9 +126,14 @@ def _integers(values: Any) -> pa.Int64Array:
 
 def names(values: Any) -> pa.StringArray:
     """Embedding names to look up. Raises SchemaMismatch."""
+    if not isinstance(values, pa.Array | pa.ChunkedArray):
+        values = _listed("pk", values, "strings")
+        for number, name in enumerate(values):
+            if not isinstance(name, str):
+                raise SchemaMismatch(f"pk {shown(name)} (number {number}): want a str")
     try:
         array = as_array(values, pa.string())
-    except (pa.ArrowException, TypeError, ValueError):
+    except UnicodeEncodeError:
         raise SchemaMismatch("pk: want strings of valid Unicode") from None
     if array.type != pa.string() or array.null_count:
         raise SchemaMismatch(f"pk: want a column of strings without nulls, got {array.type}")
@@ -147,9 +159,7 @@ def encoded(part: Sequence[dict[str, Any]]) -> bytes | FakeError:
     """Rows as JSON, or the refusal that sending them would meet. Raises TypeError for what JSON has no form for."""
     try:
         return msgspec.json.encode(part, enc_hook=_plain)
-    except UnicodeEncodeError:
-        return MalformedBody("content: not JSON (half of a surrogate pair)")
-    except (RecursionError, ValueError) as error:  # nested without end; an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # half a surrogate pair, an integer of thousands of digits; nesting
         return MalformedBody(f"content: not JSON ({error})")
 
 
@@ -157,4 +167,6 @@ def _plain(value: Any) -> Any:
     """NumPy arrays and scalars for the JSON path; float32 values stay exact, since JSON numbers are doubles."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
+    if isinstance(value, int):  # of a type of its own
+        return int(value)
     raise TypeError(f"a row holds a {type(value).__name__}; want str, int and lists of numbers")

@@ -213,12 +213,25 @@ def _ipc_body(batch: pa.RecordBatch) -> tuple[Any, dict[str, str]]:
     """A batch as the body of a request, in pieces when it is large, and the headers that go with it."""
     if batch.nbytes <= WINDOW_BYTES:
         return memoryview(to_ipc(batch)), {}
-    length, chunks = to_ipc_windows(batch)
+    length, chunks = to_ipc_windows(batch, WINDOW_BYTES)
     return chunks, {"Content-Length": str(length)}
 
 
 def _pieces(data: bytes) -> Iterator[memoryview]:
     return (memoryview(data)[start : start + WINDOW_BYTES] for start in range(0, len(data), WINDOW_BYTES))
+
+
+class _Begun(NamedTuple):
+    """A snapshot that is being read: it goes on even if its view is dropped now."""
+
+    schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+    nbytes: int
+    ts: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Begun:
+        return cls(snapshot.schema, windows.batches(snapshot), snapshot.nbytes, snapshot.ts)
 
 
 # How often the datasource's token was replaced, by a fault of the plan that in-process clients share.
@@ -321,8 +334,7 @@ class StoreTransport:
     def _befall(strike: Strike, result: Any) -> None:
         fault = strike.reply_fault
         if isinstance(fault, SlowBodyFault):
-            size = _bytes_of(result) if isinstance(result, Snapshot) else getattr(result, "nbytes", 0)
-            time.sleep(max(64, size) / fault.bytes_per_s)  # 64: a small JSON reply
+            time.sleep(max(64, getattr(result, "nbytes", 0)) / fault.bytes_per_s)  # 64: a small JSON reply
         elif fault is not None:
             raise TransportError("ReplyTruncated", f"planned fault {fault.id}", status=200)
 
@@ -397,15 +409,15 @@ class StoreTransport:
             return store.snapshot(view.project, view.name, version)
 
         snapshot: Snapshot = self._call("create_snapshot", "scan", effect, view)
-        self._call("scan_snapshot", "scan", lambda *_: snapshot, view)
-        return Batches(snapshot.schema, windows.batches(snapshot))
+        begun: _Begun = self._call("scan_snapshot", "scan", lambda *_: _Begun.of(snapshot), view)
+        return Batches(snapshot.schema, begun.batches)
 
     def changes(self, view: ViewSpec, version: str, ts: int) -> Batches:
-        def effect(_: Strike, store: Store) -> Snapshot:
-            return store.snapshot(view.project, view.name, version, after_ts=ts)
+        def effect(_: Strike, store: Store) -> _Begun:
+            return _Begun.of(store.snapshot(view.project, view.name, version, after_ts=ts))
 
-        snapshot: Snapshot = self._call("iterate_changes", "changes", effect, view)
-        return Batches(snapshot.schema, windows.batches(snapshot), next_ts=max(ts, snapshot.ts))
+        begun: _Begun = self._call("iterate_changes", "changes", effect, view)
+        return Batches(begun.schema, begun.batches, next_ts=max(ts, begun.ts))
 
     def high_water_ts(self, view: ViewSpec, version: str) -> int:
         def effect(_: Strike, store: Store) -> int:
@@ -417,10 +429,6 @@ class StoreTransport:
         """Nothing to release."""
 
 
-def _bytes_of(snapshot: Snapshot) -> int:
-    return sum(len(image.order) * (16 + image.values.itemsize * image.values.shape[1]) for _, image in snapshot.parts)
-
-
 class _Body:
     """A reply's body as a file for Arrow to read from, with our errors. A context manager: afterwards the connection
     is free for the next request or, if this reply was not read to its end, broken off.
@@ -430,7 +438,6 @@ class _Body:
 
     def __init__(self, response: Any, what: str) -> None:
         self._response, self._what = response, what
-        self._is_read = False
 
     def read(self, size: int = -1) -> bytes:
         from urllib3.exceptions import HTTPError
@@ -441,13 +448,11 @@ class _Body:
             code = "ReplyTruncated" if self._response.status < 300 else code_for_status(self._response.status)
             what = f"{self._what}: {type(error).__name__}"
             raise TransportError(code, what, status=self._response.status) from None
-        self._is_read = size < 0 or len(data) < size
         return data
 
     def close(self) -> None:
         """Safe to call twice."""
-        if not self._is_read:
-            self._response.close()
+        self._response.close()  # at the end of the reply the connection had gone back already
         self._response.release_conn()
 
     def __enter__(self) -> None: ...

@@ -5,23 +5,45 @@ docs/feature-store.md keeps the date of the last agreement.
 The real service is asked only when DELTAPROOF_REAL_PROJECT names a scratch project (an entity and two views named
 ``deltaproof_parity…`` are made there and kept), with DELTAPROOF_REAL_REGION, _ACCESS_KEY_ID, _ACCESS_KEY_SECRET,
 _FEATUREDB_USERNAME, _FEATUREDB_PASSWORD and perhaps _ENDPOINT and _SECURITY_TOKEN: ``pytest -m real``.
+
+At the end: whatever a caller hands in, the facade's two transports answer alike.
 """
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from deltaproof.fakes import feature_store_py as facade
 from deltaproof.fakes.server import FeatureStoreServer
+from deltaproof.fakes.server.faults import (
+    AnyFault,
+    FaultPlan,
+    OutageFault,
+    PartialFault,
+    ResetFault,
+    SchemaChangedFault,
+    StaleReadFault,
+    StatusFault,
+    TokenRevokedFault,
+    TruncateFault,
+    ViewDeletedFault,
+)
 from deltaproof.fakes.server.serve import wall_store
+from deltaproof.fakes.store import Store
 
 ENTITY = VIEW = "deltaproof_parity"
 READ_WITHIN_S = 30.0
@@ -236,3 +258,308 @@ def test_absent_keys_are_left_out(view: Any, version: str) -> None:
     eventually(view, {5: [1.0]}, version)
     assert read(view, [4, 5, 6], version) == {5: [1.0]}
     assert read(view, [5], version, "nobody") == {}
+
+
+# Both transports of the facade at once: the same input, the same outcome
+
+
+class Word(enum.StrEnum):
+    VERSION = "an enum's"
+
+
+class OldWord(str, enum.Enum):  # noqa: UP042
+    """Whose str() is not its value."""
+
+    VERSION = "another enum's"
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+MS = 1_700_000_000_000
+EDGES = [0, 1, -1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**30, 10**5000]
+SCALARS = st.one_of(
+    st.sampled_from(EDGES),
+    st.integers(),
+    st.integers(-5, 5).map(np.int64),
+    st.sampled_from([np.uint64(2**64 - 1), np.int8(-1), np.uint8(7), np.array(3), np.bool_(True), np.float64(2.0)]),
+    st.booleans(),
+    st.floats(),
+    st.text(st.characters(exclude_categories=()), max_size=3),
+    st.sampled_from([None, b"5", "5", Fraction(5), Unprintable(), pa.scalar(5), [], {}, Word.VERSION]),
+)
+
+
+def usually(good: st.SearchStrategy[Any], *odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Mostly good, so that one odd thing at a time is looked at."""
+    return st.integers(0, 3).flatmap(lambda number: good if number else st.one_of(*odd))
+
+
+TS = usually(st.integers(1, 50), st.none(), st.integers(1, 50).map(np.int64), SCALARS)
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=4)  # lone surrogates too
+VERSIONS = usually(
+    st.sampled_from(["v1", "v2", "v3"]),
+    TEXTS,
+    st.sampled_from(
+        ["", " ", "a b", "ü ", "a\u2028b", "%2F/?&=+#", "..", "x" * 256, "x" * 257, "🙂" * 256, np.str_("v1")]
+    ),
+    st.sampled_from([Word.VERSION, OldWord.VERSION]),
+    SCALARS,
+)
+KEYS = usually(
+    st.lists(st.integers(0, 9), max_size=4),
+    st.lists(st.one_of(st.integers(0, 9), SCALARS), max_size=4),
+    st.sampled_from(["uint8", "int64", "uint64", "float64", "bool", "object"]).map(lambda kind: np.ones(2, dtype=kind)),
+    st.sampled_from(
+        [
+            np.array([]),
+            np.ones((2, 2), dtype=np.int64),
+            np.array([2**64 - 1], dtype=np.uint64),
+            pa.array([1, 2], pa.int8()),
+            pa.array([2**64 - 1], pa.uint64()),
+            pa.array([1, None]),
+            pa.array([1.0]),
+            pa.chunked_array([[1], [2]]),
+            pa.chunked_array([], pa.int64()),
+            range(3),
+            {1: 2},
+            "12",
+        ]
+    ),
+    SCALARS,
+)
+NAMES = usually(st.sampled_from(["t", "u"]), TEXTS, SCALARS)
+VALUES = usually(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
+    st.lists(st.one_of(st.floats(), SCALARS), max_size=3),
+    st.sampled_from([np.ones(2, np.float32), np.ones(2, np.int8), np.ones((2, 1)), [[1.0, 2.0]], [1e39, 1.0]]),
+    SCALARS,
+)
+ROWS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"embedding_name": st.just("t"), "key_id": st.integers(0, 9), "embedding": VALUES}),
+        st.fixed_dictionaries({"embedding_name": NAMES, "key_id": SCALARS, "embedding": VALUES}),
+        st.dictionaries(st.one_of(st.sampled_from(["embedding_name", "key_id", "embedding"]), TEXTS), SCALARS),
+        SCALARS,
+    ),
+    max_size=3,
+)
+DATA = st.one_of(ROWS, ROWS.map(tuple), st.just({}), st.just({"embedding_name": "t"}), SCALARS)
+
+
+@st.composite
+def arrow_batches(draw: st.DrawFn) -> Any:
+    count = draw(st.integers(0, 4))
+    keys = draw(st.lists(st.integers(-1, 9), min_size=count, max_size=count))
+    matrix = [[draw(st.sampled_from([0.5, 1.0, float("nan")])) for _ in range(2)] for _ in keys]
+    pk_type = draw(st.sampled_from([pa.string()] * 4 + [pa.large_string(), pa.dictionary(pa.int32(), pa.string())]))
+    sk_type = draw(st.sampled_from([pa.int64()] * 4 + [pa.int32(), pa.float64(), pa.string()]))
+    value_types = [pa.list_(pa.float32())] * 4 + [pa.list_(pa.float64()), pa.list_(pa.float32(), 2)]
+    value_type = draw(st.sampled_from([*value_types, pa.large_list(pa.float32()), pa.string()]))
+    pks = draw(st.lists(st.sampled_from(["t", "t", "u", "", None]), min_size=count, max_size=count))
+    texts = [str(row) for row in matrix]
+    columns = [
+        pa.array(pks, pa.string()).cast(pk_type),
+        pa.array(keys, pa.int64()).cast(sk_type),
+        pa.array(texts if value_type == pa.string() else matrix, value_type),
+    ]
+    made = pa.RecordBatch.from_arrays(columns, ["embedding_name", "key_id", "embedding"])
+    made = made.slice(draw(st.integers(0, 2)))
+    if draw(st.booleans()):
+        made = made.select(draw(st.permutations(made.schema.names)))
+    if draw(st.booleans()):
+        return pa.Table.from_batches([made, made])
+    return made
+
+
+# One call of the SDK, named by its first item.
+CALLS = st.one_of(
+    st.tuples(st.just("write_features"), DATA, VERSIONS, TS),
+    st.tuples(st.just("write_features_arrow"), usually(arrow_batches(), SCALARS), VERSIONS, TS),
+    st.tuples(st.just("get_online_features"), NAMES, KEYS, VERSIONS),
+    st.tuples(st.just("lookup_arrow"), VERSIONS, st.one_of(st.lists(NAMES, max_size=3), NAMES), KEYS),
+    st.tuples(st.just("scan"), VERSIONS),
+    st.tuples(st.just("read_changes"), VERSIONS, TS),
+    st.tuples(st.just("high_water_ts"), VERSIONS),
+)
+
+
+class Pair:
+    """The facade over HTTP and in process, each in front of an empty store of its own, on one standing clock."""
+
+    def __init__(self) -> None:
+        self.server = FeatureStoreServer(store=Store(lambda: MS)).start()
+        self.store, self.plan = Store(lambda: MS), FaultPlan()
+        self.clients = [
+            facade.FeatureStoreClient(
+                "deltaproof",
+                "deltaproof",
+                endpoint=self.server.endpoint,
+                featuredb_username="p",
+                featuredb_password="p",
+            ),
+            facade.in_process_client(self.store, "p", self.plan),
+        ]
+        self.projects = [client.get_project("deltaproof") for client in self.clients]
+        self.views = [open_view(project) for project in self.projects]
+        for view in self.views:
+            view._max_workers = 1  # so that writes arrive in order
+
+    def close(self) -> None:
+        for view in self.views:
+            view.close()
+        for client in self.clients:
+            client.close()
+        self.server.stop()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def plain(result: Any) -> Any:
+    """Comparable, bit for bit: NaN equals itself, 1.0 is not 1."""
+    if isinstance(result, tuple):
+        return [plain(part) for part in result]
+    if isinstance(result, pa.Table):
+        result = (result.schema, result.to_pylist())
+    if isinstance(result, facade.Entity | facade.Project):
+        result = {name: value for name, value in vars(result).items() if name != "_transport"}
+    if isinstance(result, facade.DynamicEmbeddingFeatureView):
+        result = result._spec
+    return repr(result)
+
+
+def outcome(act: Callable[[], Any]) -> Any:
+    try:
+        return plain(act())
+    except facade.TransportError as error:
+        return "TransportError", error.code, error.status, error.applied, error.retriable
+    except (TypeError, ValueError, RuntimeError) as error:
+        refused = error
+    assert type(refused) in (TypeError, ValueError, RuntimeError), f"a bare {refused!r}"
+    return type(refused).__name__, str(refused)
+
+
+def flushed(view: Any) -> Any:
+    summary = view.write_flush()
+    assert all(error.code != "ClientBug" for error in summary["errors"]), summary["errors"]
+    summary["errors"] = [(e.code, e.status, e.applied, e.retriable, e.retry_after_s, e.rows) for e in summary["errors"]]
+    return summary
+
+
+def perform(view: Any, call: tuple[Any, ...]) -> Any:
+    name, *arguments = call
+    if name.startswith("write"):
+        data, version, ts = arguments
+        return outcome(lambda: getattr(view, name)(data, version, ts=ts)), flushed(view)
+    return outcome(lambda: getattr(view, name)(*arguments))
+
+
+ROW = {"embedding_name": "t", "key_id": 1, "embedding": [1.0, 2.0]}
+
+
+# What went different ways once.
+ODD_TS: list[Any] = [np.int64(5), True, -1, 0, 2**63, 5.0, "5", None]
+ODD_KEYS: list[Any] = [1.9, "1", True, None, 2**63, np.int32(1), 10**5000]
+ODD_DATA: list[Any] = [{}, "x", None, [{**ROW, "embedding_name": "\ud800"}], [{**ROW, "key_id": 10**5000}]]
+ODD_VERSIONS: list[Any] = [OldWord.VERSION, "another enum's", Word.VERSION, "\ud800", 5, None, "\x00"]
+
+
+@settings(max_examples=400)
+@given(calls=st.lists(CALLS, min_size=1, max_size=5))
+@example(calls=[("write_features", [ROW], "v1", ts) for ts in ODD_TS])
+@example(calls=[("read_changes", "v1", ts) for ts in [*ODD_TS, 2**63 - 1]])
+@example(calls=[("get_online_features", "t", [key], "v1") for key in ODD_KEYS])
+@example(calls=[("write_features", data, "v1", 5) for data in ODD_DATA])
+@example(calls=[("write_features", [ROW], version, 5) for version in ODD_VERSIONS])
+@example(calls=[("scan", version) for version in ODD_VERSIONS])
+def test_any_call_has_the_same_outcome_on_both_transports(pair: Pair, calls: list[tuple[Any, ...]]) -> None:
+    for call in calls:
+        over_http, in_process = (perform(view, call) for view in pair.views)
+        assert over_http == in_process, call
+
+
+OBJECT_NAMES = st.one_of(TEXTS, st.sampled_from(["a", "deltaproof", "x" * 256, "x" * 257, "a/b", ".."]), SCALARS)
+
+
+@settings(max_examples=150)
+@given(name=OBJECT_NAMES, other=OBJECT_NAMES, number=SCALARS)
+@example(name="a", other="a", number=5)
+@example(name="b", other="deltaproof_parity", number=np.int64(7))
+def test_any_name_has_the_same_outcome_on_both_transports(pair: Pair, name: Any, other: Any, number: Any) -> None:
+    for act in (
+        lambda client, _: client.get_project(name),
+        lambda _, project: project.get_entity(name),
+        lambda _, project: project.get_dynamic_embedding_feature_view(name),
+        lambda _, project: project.create_entity(name, other),
+        lambda _, project: project.create_entity(other, "id", name),
+        lambda _, project: project.create_dynamic_embedding_feature_view(name, other, ttl=number),
+        lambda _, project: project.create_dynamic_embedding_feature_view(name, other, other, shard_count=number),
+        lambda _, project: project.create_dynamic_embedding_feature_view(name, other, embedding_field_type=other),
+        lambda _, project: project.get_entity(name),
+        lambda _, project: project.get_dynamic_embedding_feature_view(name),
+    ):
+        over_http, in_process = map(outcome, map(partial(partial, act), pair.clients, pair.projects))
+        assert over_http == in_process
+
+
+FAULTS: list[AnyFault] = [
+    StatusFault(id="f", code=503, retry_after_s=2.5),
+    StatusFault(id="f", code=401),
+    StatusFault(id="f", code=500, when="after-commit"),
+    ResetFault(id="f"),
+    ResetFault(id="f", when="mid-reply"),
+    PartialFault(id="f", rows_failed=1),
+    TruncateFault(id="f", bytes_kept=3),
+    OutageFault(id="f", duration_ms=600_000, code=429),
+    ViewDeletedFault(id="f"),
+    SchemaChangedFault(id="f"),
+    TokenRevokedFault(id="f"),
+    StaleReadFault(id="f", writes=1),
+]
+SCRIPT: list[tuple[Any, ...]] = [
+    ("write_features", [ROW, {**ROW, "key_id": 2}], "v1", 5),
+    ("write_features", [ROW, {**ROW, "key_id": 3}], "v1", 6),
+    ("write_features", [{**ROW, "key_id": -1}], "v1", 7),
+    ("write_features", [{**ROW, "key_id": "1"}], "v1", 7),
+    ("get_online_features", "t", [1, 2, 3], "v1"),
+    ("get_online_features", "t", ["1"], "v1"),
+    ("lookup_arrow", "v1", ["t"], [3]),
+    ("scan", "v1"),
+    ("read_changes", "v1", 5),
+    ("read_changes", "v1", -5),
+    ("high_water_ts", "v1"),
+]
+
+
+@st.composite
+def planned_faults(draw: st.DrawFn) -> AnyFault:
+    fault = draw(st.sampled_from(FAULTS))
+    fields = {name: getattr(fault, name) for name in fault.__struct_fields__}
+    routes = [route for route in ("write", "lookup", "scan", "changes") if fault.strikes(route, route)]
+    return type(fault)(**fields | {"route": draw(st.sampled_from(routes)), "skip": draw(st.integers(0, 3))})
+
+
+@settings(max_examples=40)
+@given(fault=planned_faults())
+def test_any_fault_has_the_same_outcome_on_both_transports(fault: AnyFault) -> None:
+    """At whichever request of the script it strikes, in those behind it, and once clients have been refreshed."""
+    pair = Pair()
+    try:
+        pair.server.set_faults([fault])
+        pair.plan.set([fault])
+        for refresh in (False, True):
+            for client in pair.clients if refresh else ():
+                client.refresh()
+            for call in SCRIPT:
+                over_http, in_process = (perform(view, call) for view in pair.views)
+                assert over_http == in_process, (refresh, call)
+        assert [entry.fired for entry in pair.server.faults()] == [entry.fired for entry in pair.plan.fired()] == [1]
+    finally:
+        pair.close()
