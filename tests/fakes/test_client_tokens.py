@@ -219,7 +219,7 @@ def test_what_other_threads_log_meanwhile_is_kept(
     ],
 )
 def test_half_a_credential_is_refused_and_the_chain_not_asked(
-    endpoint: CredentialServer, service: FeatureStoreServer, arguments: dict[str, str]
+    endpoint: CredentialServer, service: FeatureStoreServer, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match="access_key_id and access_key_secret are needed"):
         FeatureStoreClient(endpoint=service.endpoint, **LOGIN, **arguments)
