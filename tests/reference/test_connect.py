@@ -181,12 +181,17 @@ def test_only_what_the_credential_package_logs_for_us_is_dropped(caplog: pytest.
     assert caplog.messages == ["of another thread", "after it"]
 
 
+class Unauthorized(Exception):
+    status = 401
+
+
 @pytest.mark.parametrize(
     ("error", "retriable"),
     [
         (ConnectionResetError("token=abcdef is no good"), True),
         (ValueError("no region"), False),
         (feature_store_py.TransportError("InvalidSecurityToken.Expired", "the token has expired"), True),
+        (Unauthorized("who are you?"), True),
         (feature_store_py.TransportError("AccessDenied", "go away"), False),
     ],
 )
@@ -194,7 +199,7 @@ def test_an_sdk_that_makes_no_client_is_told_apart_without_its_secrets(
     kit: Any, credentials: CredentialServer, monkeypatch: Any, error: Exception, retriable: bool
 ) -> None:
     def refuse(**how: Any) -> None:
-        error.args = (f"{error.args[0]} {how}",)
+        error.args = (" ".join([error.args[0], *how.values()]),)
         raise error
 
     monkeypatch.setattr(feature_store_py, "FeatureStoreClient", refuse)

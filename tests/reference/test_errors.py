@@ -160,6 +160,7 @@ def test_a_known_secret_never_survives_however_it_was_written(
         patch.setattr(errors, "_remembered", type(errors._remembered)(maxlen=64))
         patch.setenv(variable, secret) if variable else remember(secret)
         shown = redact(f"{before}{written}{after}")
-    for piece in (secret, secret[:12], quote(secret, safe=""), encoded, encoded[:12]):
-        assert piece not in shown
+    for whole in (secret, quote(secret, safe=""), encoded, json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+        assert whole not in shown
+        assert whole[:12] not in shown
     assert shown.startswith(before)

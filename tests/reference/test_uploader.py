@@ -1,3 +1,4 @@
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -90,6 +91,19 @@ def test_tables_mixed_in_one_chunk_keep_their_own_names(kit: Any, run: Any, uplo
     uploader.submit(1, mixed.combine_chunks())
     uploader.close()
     assert set(view.stored) == {("one", 1), ("two", 1), ("two", 2), ("one", 2)}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), min_size=1, max_size=8), st.integers(1, 4))
+def test_every_row_bears_the_name_of_its_own_table(kit: Any, chunks: list[tuple[str, int]], batch_size: int) -> None:
+    """Chunks of several tables in any order, batches of any size, renamed tables and one that keeps its name."""
+    names, view, keys = {"a": "one", "b": "b", "c": "three"}, kit.view(), itertools.count()
+    tables = [kit.delta(1, [next(keys) for _ in range(size)], table=table) for table, size in chunks]
+    uploader = Uploader(view, kit.settings(batch_size=batch_size, max_workers=2), 0, 1, names=names)
+    uploader.start()
+    uploader.submit(1, pa.concat_tables(tables))
+    uploader.close()
+    expected = zip(*(pa.concat_tables(tables)[name].to_pylist() for name in ("table_fqn", "key_id")), strict=True)
+    assert list(view.stored) == [(names[table], key) for table, key in expected]
 
 
 def test_windows_hold_at_most_max_workers_batches_of_at_most_the_sdks_size(kit: Any, run: Any) -> None:
