@@ -9,7 +9,7 @@ from .. import evidence
 from ..verdict import Finding, Violation
 
 #: Bytes that a rank's memory may grow by besides the queue: what allocators keep, a window on its way, the model's own.
-ALLOWANCE_BYTES = 48 << 20
+ALLOWANCE_BYTES = 32 << 20
 
 
 def bounded_memory(history: History) -> Finding:

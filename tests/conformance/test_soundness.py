@@ -349,7 +349,11 @@ def with_fault(history: History, fault: faults.AnyFault) -> History:
 
 
 def survived_what_nobody_may(history: History, chance: random.Random) -> History | None:
-    fatal = [faults.RefusedVersion(), faults.BadRow(rank=0, table="item", step=1), faults.StoreViewDeleted()]
+    fatal: list[faults.AnyFault] = [
+        faults.RefusedVersion(),
+        faults.BadRow(rank=0, table="item", step=1),
+        faults.StoreViewDeleted(),
+    ]
     return with_fault(history, chance.choice(fatal))
 
 
