@@ -31,7 +31,7 @@ Policy = Literal["stop-together", "fail-loudly", "empty-batches"]
 
 #: Named points that a rank passes, in the order of a run. The nth passage of a ``train.*`` point is lockstep step n,
 #: that of ``publish.*`` the rank's own step n (the first call is passage 1), that of ``sdk.*`` the nth call of the
-#: client.
+#: client. After a restart passages count from 1 again: the nth is then the nth step after the checkpoint.
 POINTS: dict[str, str] = {
     "publisher.start": "just before the target's start()",
     "train.before-forward": "a batch is drawn, the forward pass not begun",
@@ -39,6 +39,8 @@ POINTS: dict[str, str] = {
     "train.after-step": "weights are updated, the publisher not yet called",
     "publish.before": "just before after_step()",
     "publish.after": "just after after_step() returned",
+    "checkpoint.before": "a step is over and its checkpoint due, nothing of it written",
+    "checkpoint.after": "the checkpoint is complete",
     "sdk.write": "inside the client, at a write call (often on the target's own thread)",
     "sdk.flush": "inside the client, at write_flush()",
     "finish.before": "training is over, finish() not yet called",
@@ -65,9 +67,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             value = getattr(self, field.name)
             if isinstance(value, float | int) and not abs(value) <= NUMBER_MAX:
                 return [f"{field.name} is {value}; it must be a number of at most {NUMBER_MAX:g} either way"]
-        rank = getattr(self, "rank", None)
-        if rank is not None and not 0 <= rank < scenario.world_size:
-            return [f"rank {rank} does not exist in a world of {scenario.world_size}"]
+        attempt = getattr(self, "attempt", 0)
+        if not 0 <= attempt <= len(scenario.restarts):
+            return [f"attempt is {attempt}, but the scenario has {len(scenario.restarts)} restarts"]
+        rank, size = getattr(self, "rank", None), scenario.of_attempt(attempt).world_size
+        if rank is not None and not 0 <= rank < size:
+            return [f"rank {rank} does not exist in a world of {size}"]
         return []
 
     @property
@@ -96,9 +101,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _AtStep(Fault, frozen=True, kw_only=True):
+    """``attempt`` says in which start of the job a fault strikes: 0 the first, 1 the one after the first restart, …"""
+
     strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
     rank: int
     step: int
+    attempt: int = 0
 
     def expect(self, scenario: Scenario) -> Expect:
         return "tolerate"
@@ -131,6 +139,8 @@ class Exhaustion(Fault, frozen=True, kw_only=True, tag="exhaustion"):
         found = super().problems(scenario)
         if self.batches < 0:
             found.append(f"batches is {self.batches}; it must be 0 or more")
+        if scenario.restarts:
+            found.append("data that ends on one rank and restarts do not go together in one scenario")
         if self.policy == "empty-batches" and any(
             t.collection == "ec" and t.sharding == "data_parallel" for t in scenario.tables
         ):
@@ -144,6 +154,7 @@ class _AtPoint(Fault, frozen=True, kw_only=True):
     rank: int
     point: str
     nth: int = 1
+    attempt: int = 0
 
     def expect(self, scenario: Scenario) -> Expect:
         return "fail-loudly"
@@ -173,6 +184,7 @@ class ClockOffset(Fault, frozen=True, kw_only=True, tag="clock-offset"):
     strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
     rank: int
     seconds: float
+    attempt: int = 0
 
     def expect(self, scenario: Scenario) -> Expect:
         return "tolerate"

@@ -8,6 +8,7 @@ by SIGKILL leaves everything up to its last record.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -62,10 +63,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened. ``t_ms``: milliseconds on the host's monotonic clock, comparable between processes of a
     host.
 
-    ``who`` is ``rank3``, ``store`` or ``supervisor``. Kinds written by a rank: ``rank-start``, ``model-ready``,
-    ``publisher-started``, ``step``, ``after-step``, ``evaluation``, ``sdk-write``, ``sdk-flush``, ``finished``,
-    ``closed``, ``fault``, ``error``, ``rank-end``. By the supervisor: ``rank-exit``, ``rank-ended-by-supervisor``,
-    ``fault``. By the store: ``request``, ``fault``.
+    ``who`` is ``rank3``, ``store`` or ``supervisor``. ``attempt`` counts the starts of the job that the event's writer
+    took part in (the store: 0 always); ``step`` is that attempt's own count. Kinds written by a rank: ``rank-start``,
+    ``model-ready``, ``restored``, ``publisher-started``, ``step``, ``after-step``, ``evaluation``, ``checkpoint``,
+    ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``fault``, ``error``, ``rank-end``. By the supervisor:
+    ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store: ``request``, ``fault``.
     """
 
     t_ms: float
@@ -74,6 +76,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None = None
     step: int | None = None
     data: dict[str, Any] = msgspec.field(default_factory=dict)
+    attempt: int = 0
 
     def line(self, start_ms: float = 0.0) -> str:
         """One line for a timeline: milliseconds since ``start_ms``, who, what."""
@@ -81,7 +84,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         details = " ".join(
             f"{k}={_short(v)}" for k, v in self.data.items() if k != "traceback" and v not in ("", [], {})
         )
-        return f"{self.t_ms - start_ms:10.1f} ms  {self.who:<10} {self.kind}{where}  {details}".rstrip()
+        who = f"{self.who} (attempt {self.attempt})" if self.attempt else self.who
+        return f"{self.t_ms - start_ms:10.1f} ms  {who:<10} {self.kind}{where}  {details}".rstrip()
 
 
 def _short(value: Any) -> str:
@@ -110,15 +114,17 @@ class EventWriter:
     The host's clock is taken at construction: what is put in place of it later is for the target to read.
     """
 
-    def __init__(self, path: Path, who: str, rank: int | None) -> None:
+    def __init__(self, path: Path, who: str, rank: int | None, attempt: int = 0) -> None:
         self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  (open as long as the rank lives)
-        self._who, self._rank = who, rank
+        self._who, self._rank, self._attempt = who, rank, attempt
         self._monotonic_s = time.monotonic
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._lock = threading.Lock()
 
     def write(self, kind: str, *, step: int | None = None, **data: Any) -> None:
         event = Event(t_ms=self._monotonic_s() * 1000, who=self._who, kind=kind, rank=self._rank, step=step, data=data)
+        if self._attempt:
+            event = msgspec.structs.replace(event, attempt=self._attempt)
         line = self._encoder.encode(event) + b"\n"
         with self._lock, recording():
             self._file.write(line)
@@ -188,7 +194,8 @@ class LedgerTable:
 
     ``initial`` (rows, dim); ``steps`` (m,), ``keys`` (m,), ``values`` (m, dim): each change, in step order, once;
     ``lookup_steps``, ``lookup_ranks``, ``lookup_keys`` (n,): each training lookup; ``host`` (rows,): hosting rank, -1
-    every.
+    every. Where the job was restarted, steps count on (``Attempt``), the restore of a checkpoint is a change like any
+    other, and ``host`` and ``responsible`` speak of the last attempt, which began after step ``since``.
     """
 
     table: Table
@@ -201,6 +208,7 @@ class LedgerTable:
     lookup_ranks: np.ndarray
     lookup_keys: np.ndarray
     host: np.ndarray
+    since: int = 0
 
     @cached_property
     def final(self) -> np.ndarray:
@@ -229,11 +237,12 @@ class LedgerTable:
         return dict(zip(self.lookup_keys[order].tolist(), self.lookup_steps[order].tolist(), strict=True))
 
     def responsible(self, rank: int) -> np.ndarray:
-        """int64 sorted keys that ``rank`` had to publish: touched rows it hosts; of a replicated table, those it
-        looked up."""
+        """int64 sorted keys that ``rank`` had to publish in the last attempt: touched rows it hosts; of a replicated
+        table, those it looked up."""
+        recent = self.lookup_steps > self.since
         if self.table.sharding == "data_parallel":
-            return np.unique(self.lookup_keys[self.lookup_ranks == rank])
-        touched = np.unique(self.lookup_keys)
+            return np.unique(self.lookup_keys[recent & (self.lookup_ranks == rank)])
+        touched = np.unique(self.lookup_keys[recent])
         return touched[self.host[touched] == rank]
 
 
@@ -251,6 +260,30 @@ class RankOutcome:
     error: str = ""
     where: str = ""
     unacknowledged: tuple[int, ...] = ()
+    attempt: int = 0
+
+
+@dataclass
+class Attempt:
+    """One start of the job.
+
+    ``shift``: what to add to its own lockstep steps to get the history's, which never go back. ``checkpoint_of`` and
+    ``restored``: the attempt and its own step that the checkpoint was made in (None and 0: there was none); the restore
+    is the history's step ``since``. ``begin_ms``, ``end_ms``: on the host's monotonic clock.
+    """
+
+    world_size: int
+    outcomes: list[RankOutcome]
+    shift: int = 0
+    checkpoint_of: int | None = None
+    restored: int = 0
+    begin_ms: float = float("-inf")
+    end_ms: float = float("inf")
+
+    @property
+    def since(self) -> int:
+        """The history's step after which this attempt began to train; 0 for the first."""
+        return self.shift + self.restored
 
 
 @dataclass(frozen=True)
@@ -284,7 +317,9 @@ class History:
     """Everything observed in one run. ``writes``: WRITES_SCHEMA; ``final``: FINAL_SCHEMA; ``strays``: accepted writes
     to versions that are not the run's (``writes`` and ``final`` are of the run's own); ``fired``: firings per fault
     index; ``schedule``: the choices of the virtual engine's scheduler, which repeat the run; ``planted``: names of the
-    secrets that were planted, and searched for in every file that the run left; ``leaks``: where one was found."""
+    secrets that were planted, and searched for in every file that the run left; ``leaks``: where one was found;
+    ``attempts``: all starts of the job, when there were several (``starts`` has them always); ``outcomes`` are those of
+    the last one."""
 
     scenario: Scenario
     target: str
@@ -302,10 +337,31 @@ class History:
     schedule: list[int] | None = None
     planted: tuple[str, ...] = ()
     leaks: list[Leak] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def starts(self) -> list[Attempt]:
+        """All starts of the job; usually one."""
+        *earlier, last = self.attempts or [Attempt(self.scenario.world_size, [])]
+        return [*earlier, dataclasses.replace(last, outcomes=self.outcomes)]
+
+    @property
+    def restarted(self) -> bool:
+        return len(self.attempts) > 1
+
+    @property
+    def ranks_max(self) -> int:
+        """The greatest number of ranks that the job ever had."""
+        return max(attempt.world_size for attempt in self.starts)
+
+    def moment(self, event: Event) -> int | None:
+        """The history's lockstep step of an event of a rank, which counts its attempt's own."""
+        shift = self.attempts[event.attempt].shift if self.attempts else 0
+        return None if event.step is None else event.step + shift
 
     @property
     def succeeded(self) -> bool:
-        """The job as its launcher sees it: every rank ended by itself, without an error."""
+        """The job as its launcher sees it: every rank ended, in the last attempt, by itself and without an error."""
         return bool(self.outcomes) and all(o.status == "ok" for o in self.outcomes)
 
     def of(self, who: str, *kinds: str) -> Iterator[Event]:
@@ -375,3 +431,41 @@ def build_tables(
             host=host,
         )
     return tables
+
+
+def continue_tables(
+    earlier: dict[str, LedgerTable], later: dict[str, LedgerTable], shift: int, restored: int
+) -> dict[str, LedgerTable]:
+    """The ledger of a job that was restarted: ``later``, of the attempt that began with the restore of the checkpoint
+    made after its own step ``restored``, appended to ``earlier`` with steps moved on by ``shift``.
+
+    What the restore changed is a change at step ``shift + restored``. Rows of ``later`` that nobody wrote down (NaN)
+    count as unchanged: that attempt ended before it had a model.
+    """
+    tables = {}
+    for fqn, new in later.items():
+        old = earlier[fqn]
+        bits = [np.ascontiguousarray(rows).view(np.uint32) for rows in (old.final, new.initial)]
+        written = ~np.isnan(new.initial).all(axis=1)
+        changed = np.flatnonzero(written & (bits[0] != bits[1]).any(axis=1))
+        tables[fqn] = LedgerTable(
+            table=old.table,
+            embedding_name=old.embedding_name,
+            initial=old.initial,
+            steps=np.concatenate([old.steps, np.full(len(changed), shift + restored), new.steps + shift]),
+            keys=np.concatenate([old.keys, changed, new.keys]),
+            values=np.concatenate([old.values, new.initial[changed], new.values]),
+            lookup_steps=np.concatenate([old.lookup_steps, new.lookup_steps + shift]),
+            lookup_ranks=np.concatenate([old.lookup_ranks, new.lookup_ranks]),
+            lookup_keys=np.concatenate([old.lookup_keys, new.lookup_keys]),
+            host=new.host,
+            since=shift + restored,
+        )
+    return tables
+
+
+def values_at(ledger: LedgerTable, step: int) -> np.ndarray:
+    """float32 (rows, dim): what the model held at the end of ``step``."""
+    rows, until = ledger.initial.copy(), np.searchsorted(ledger.steps, step, side="right")
+    rows[ledger.keys[:until]] = ledger.values[:until]
+    return rows

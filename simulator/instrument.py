@@ -34,11 +34,13 @@ class Points:
         events: Recorder,
         die: Callable[[], None],
         secrets: Mapping[str, str] | None = None,
+        attempt: int = 0,
     ) -> None:
         self._planned: dict[tuple[str, int], tuple[int, RankRaise | RankKill | LeakyError]] = {
             ("sdk.flushed" if isinstance(f, LeakyError) else f.point, f.nth): (index, f)
             for index, f in enumerate(scenario.faults)
-            if isinstance(f, RankRaise | RankKill | LeakyError) and f.rank == rank
+            if isinstance(f, RankRaise | RankKill | LeakyError)
+            and (f.rank, getattr(f, "attempt", attempt)) == (rank, attempt)
         }
         self._rank, self._events, self._die = rank, events, die
         self._secrets = dict(secrets or {})

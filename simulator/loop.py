@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .errors import KitError, ScenarioError
 from .faults import (
@@ -76,6 +76,15 @@ class Trainer(Protocol):
         """Move the weights of the sharded tables to other memory. What holds on to the old one sees no update."""
 
 
+class Checkpoint(NamedTuple):
+    """What a checkpoint says besides the weights: the attempt and lockstep step it was made in, and the states of all
+    publishers."""
+
+    attempt: int
+    step: int
+    states: list[Mapping[str, Any]]
+
+
 class TrainingLoop(abc.ABC):
     """One rank of one run. ``step`` counts lockstep steps, ``own_step`` this rank's own; ``where`` is the target's call
     that is under way, or ``train``."""
@@ -89,10 +98,12 @@ class TrainingLoop(abc.ABC):
         target: str,
         events: Recorder,
         secrets: Mapping[str, str] | None = None,
+        attempt: int = 0,
     ) -> None:
-        """``secrets``: planted credentials of this rank, by name."""
+        """``secrets``: planted credentials of this rank, by name. ``scenario``: as ``attempt`` runs it, 0 the first."""
         self.scenario, self.rank, self.target, self.events = scenario, rank, target, events
-        self.points = Points(scenario, rank, events, self.die, secrets)
+        self.attempt = attempt
+        self.points = Points(scenario, rank, events, self.die, secrets, attempt)
         self.step = self.own_step = 0
         self.where = "train"
         self.exhaustion = next(self._planned(Exhaustion), None)
@@ -102,8 +113,9 @@ class TrainingLoop(abc.ABC):
     def _planned(self, kind: type[F], step: int | None = None) -> Iterator[tuple[int, F]]:
         """(index, fault) of the faults of a kind planned for this rank, and for this step when one is given."""
         for index, fault in enumerate(self.scenario.faults):
-            of_rank = getattr(fault, "rank", self.rank) == self.rank
-            if isinstance(fault, kind) and of_rank and step in (None, getattr(fault, "step", None)):
+            mine = (getattr(fault, "rank", self.rank), getattr(fault, "attempt", self.attempt))
+            due = step in (None, getattr(fault, "step", None))
+            if isinstance(fault, kind) and mine == (self.rank, self.attempt) and due:
                 yield index, fault
 
     @property
@@ -132,6 +144,16 @@ class TrainingLoop(abc.ABC):
     def die(self) -> None:
         """End this rank's process as SIGKILL does. Does not return."""
 
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Make a checkpoint of the model after ``step`` with ``state``, what this rank's publisher has to say. A
+        collective of the trainer's own."""
+        raise KitError("this engine makes no checkpoints")
+
+    def restore(self) -> Checkpoint | None:
+        """Put the weights of the newest whole checkpoint into the model and tell the ledger; None where there is
+        none, which leaves the initial weights. A collective of the trainer's own."""
+        raise KitError("this engine makes no checkpoints")
+
     def counting(self) -> AbstractContextManager[Counter[str]]:
         """Counts the collectives that this thread issues inside: ``"allreduce at trainer.py:12 in vote"`` -> number."""
         return contextlib.nullcontext(Counter())
@@ -155,12 +177,17 @@ class TrainingLoop(abc.ABC):
         for index, _ in self._planned(RefusedVersion):
             self.points.fired(index, version=self.version)
         publisher = resolve(self.target)(self.context())
-        missing = [m for m in ("start", "after_step", "paused", "finish", "close") if not hasattr(publisher, m)]
+        needed = ["start", "after_step", "paused", "finish", "close"]
+        if self.scenario.workload.checkpoint_every_steps:
+            needed += ["state_dict", "load_state_dict", "start_over"]
+        missing = [name for name in needed if not hasattr(publisher, name)]
         if missing:
             raise ScenarioError(
                 f"target {self.target!r} returned {type(publisher).__name__}, which has no {', '.join(missing)}; "
-                "a publisher has start, after_step, paused, finish and close"
+                f"a publisher in this scenario has {', '.join(needed)}"
             )
+        if self.attempt:
+            self._continue(publisher)
         if self.scenario.workload.warmup_batches:
             self.trainer.warm_up()
         self.points.passing("publisher.start")
@@ -188,9 +215,20 @@ class TrainingLoop(abc.ABC):
         self.events.write("closed", step=self.own_step)
         self.points.passing("finish.after")
 
+    def _continue(self, publisher: Any) -> None:
+        """Restore model and publisher from the newest checkpoint, or let both begin anew."""
+        found = self.restore()
+        with self._in_target("load_state_dict"):
+            if found is not None:
+                publisher.load_state_dict(found.states)
+            elif hasattr(publisher, "start_over"):
+                publisher.start_over()
+        self.step = self.own_step = 0 if found is None else found.step
+        self.events.write("restored", step=self.step, checkpoint_of=None if found is None else found.attempt)
+
     def _train(self, publisher: Any) -> None:
         trainer, rank, workload = self.trainer, self.rank, self.scenario.workload
-        for step in range(1, workload.steps + 1):
+        for step in range(self.step + 1, workload.steps + 1):
             self.step = step
             self._before_step(step)
             mine = self._has_batch()
@@ -220,6 +258,13 @@ class TrainingLoop(abc.ABC):
                 self.points.passing("publish.after")
             if workload.eval_every_steps and step % workload.eval_every_steps == 0:
                 self._evaluate(publisher, step)
+            if workload.checkpoint_every_steps and step % workload.checkpoint_every_steps == 0:
+                self.points.passing("checkpoint.before")
+                with self._in_target("state_dict"):
+                    state = publisher.state_dict(step)
+                self.save(step, state)
+                self.events.write("checkpoint", step=step)
+                self.points.passing("checkpoint.after")
 
     def _before_step(self, step: int) -> None:
         """Whatever is planned to happen between the step before and this one."""

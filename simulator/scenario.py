@@ -62,7 +62,8 @@ class Workload(_Data, frozen=True, kw_only=True):
     taken modulo the table's rows, rank r reading rows r, r + world_size, and so on. ``eval_every_steps`` > 0 runs an
     evaluation forward on other ids after each such step, inside the publisher's ``paused()``. ``warmup_batches`` are
     trained on before the publisher's ``start()`` and undone by a restore of the initial weights. Both clocks of every
-    rank run ahead by ``step_seconds`` at each step, so that minutes pass without waiting.
+    rank run ahead by ``step_seconds`` at each step, so that minutes pass without waiting. Model and publisher are saved
+    after every ``checkpoint_every_steps`` steps (0: never).
     """
 
     steps: int = 10
@@ -73,6 +74,7 @@ class Workload(_Data, frozen=True, kw_only=True):
     eval_every_steps: int = 0
     warmup_batches: int = 0
     step_seconds: float = 0.0
+    checkpoint_every_steps: int = 0
 
 
 class PublisherConfig(_Data, frozen=True, kw_only=True):
@@ -80,7 +82,7 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
 
     ``batch_size`` rows per request; ``retry_attempts_max`` tries per step; deltas wait in a queue of at most
     ``queue_steps_max`` steps and ``queue_bytes_max`` bytes; ``flush_timeout_s`` for one answer, ``close_timeout_s`` for
-    everything that is left at the end.
+    everything that is left at the end; ``settle_s`` that a restarted job waits for the last requests of the one before.
     """
 
     every_steps: int = 3
@@ -96,6 +98,7 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
     queue_bytes_max: int = 1 << 30
     flush_timeout_s: float = 300.0
     close_timeout_s: float = 600.0
+    settle_s: float = 0.1
 
     @property
     def patience_ms(self) -> float:
@@ -104,8 +107,15 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
         return sum(min(high, low * 2.0**n) for n in range(self.retry_attempts_max - 1)) / 2
 
 
+class Restart(_Data, frozen=True, kw_only=True):
+    """The job is started again when it has failed: from its newest checkpoint, on ``world_size`` ranks (none: as many
+    as before), on batches that no attempt before it had."""
+
+    world_size: int | None = None
+
+
 class Deadlines(_Data, frozen=True, kw_only=True):
-    """Seconds of real time: the whole run, and how long peers may take to end once one rank has failed."""
+    """Seconds of real time: each attempt, and how long peers may take to end once one rank has failed."""
 
     run_s: float = 60.0
     grace_s: float = 5.0
@@ -122,6 +132,7 @@ class Scenario(_Data, frozen=True, kw_only=True):
     workload: Workload = Workload()
     publisher: PublisherConfig = PublisherConfig()
     faults: tuple[AnyFault, ...] = ()
+    restarts: tuple[Restart, ...] = ()
     deadlines: Deadlines = Deadlines()
 
     # ------------------------------------------------------------------------------------------------ in and out
@@ -191,11 +202,24 @@ class Scenario(_Data, frozen=True, kw_only=True):
     # ------------------------------------------------------------------------------------------------ meaning
     @property
     def expect(self) -> Expect:
-        """``fail-loudly`` when one fault allows the job to fail, or the store's together may exhaust the retries."""
-        if any(f.expect(self) == "fail-loudly" for f in self.faults):
+        """``fail-loudly`` when one fault allows the job to fail, or the store's together may exhaust the retries.
+
+        What brings down an attempt that is followed by a restart does not bring down the job.
+        """
+        last = len(self.restarts)
+        if any(f.expect(self) == "fail-loudly" and getattr(f, "attempt", last) >= last for f in self.faults):
             return "fail-loudly"
         failures = sum(f.failures for f in self.faults)
         return "fail-loudly" if failures >= self.publisher.retry_attempts_max else "tolerate"
+
+    def of_attempt(self, attempt: int) -> Scenario:
+        """This scenario as one attempt runs it, 0 the first: with its number of ranks. Not ``checked`` again."""
+        sizes = [self.world_size]
+        for restart in self.restarts:
+            sizes.append(sizes[-1] if restart.world_size is None else restart.world_size)
+        size = sizes[attempt]
+        tables = tuple(msgspec.structs.replace(t, rank=t.rank % size) for t in self.tables)
+        return msgspec.structs.replace(self, world_size=size, tables=tables)
 
     def manifest(self) -> dict[str, str]:
         """table FQN -> embedding_name, as an exporter of this model derives it. Raises ContractError on a collision."""
@@ -229,6 +253,8 @@ class Scenario(_Data, frozen=True, kw_only=True):
         at_least("workload.eval_every_steps", self.workload.eval_every_steps, 0)
         at_least("workload.warmup_batches", self.workload.warmup_batches, 0, 1_000)
         at_least("workload.step_seconds", self.workload.step_seconds, 0, 86_400)
+        at_least("workload.checkpoint_every_steps", self.workload.checkpoint_every_steps, 0)
+        at_least("publisher.settle_s", self.publisher.settle_s, 0, 600)
         at_least("publisher.every_steps", self.publisher.every_steps, 1)
         if self.publisher.every_minutes is not None:
             at_least("publisher.every_minutes", self.publisher.every_minutes, 1e-6, 1e6)
@@ -248,9 +274,15 @@ class Scenario(_Data, frozen=True, kw_only=True):
         )
         at_least("deadlines.run_s", self.deadlines.run_s, 1, 86_400)
         at_least("deadlines.grace_s", self.deadlines.grace_s, 0.1, 3_600)
+        for index, restart in enumerate(self.restarts):
+            if restart.world_size is not None:
+                at_least(f"restarts[{index}].world_size", restart.world_size, 1, 64)
         if not self.tables:
             found.append("tables is empty; a model needs at least one table")
         found += self._table_problems()
+        if not found:
+            for attempt in range(1, len(self.restarts) + 1):
+                found += [f"after restart {attempt}: {p}" for p in self.of_attempt(attempt)._table_problems()]
         if not found:
             try:
                 self.manifest()

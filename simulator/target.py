@@ -7,7 +7,7 @@ A target is named by a string: ``reference``, ``specimen:S02`` (the reference wi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ PASSWORD = "FEATUREDB_PASSWORD"
 
 class PublisherTarget(Protocol):
     """What a training loop calls. Any method may raise; an exception ends the rank, as it would end a trainer.
+    Scenarios without checkpoints need no ``state_dict``, ``load_state_dict`` and ``start_over``.
 
     An exception's attribute ``unacknowledged`` (steps) is kept in the history when it has one.
     """
@@ -37,6 +38,15 @@ class PublisherTarget(Protocol):
 
     def finish(self, step: int) -> object:
         """Training is over at the rank's own step; returns when everything is acknowledged, or raises."""
+
+    def state_dict(self, step: int) -> Mapping[str, Any]:
+        """What this rank must find again in the checkpoint that is made after lockstep ``step``."""
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> object:
+        """Called before ``start`` in a restarted job, with the states of all ranks of its checkpoint."""
+
+    def start_over(self) -> object:
+        """Called in place of ``load_state_dict`` when the restarted job has no checkpoint."""
 
     def close(self) -> object:
         """Called after ``finish``. When the loop raised, ``__exit__`` is called instead, if the target has one."""
@@ -112,6 +122,7 @@ def reference(context: RankContext) -> PublisherTarget:
         queue_bytes_max=config.queue_bytes_max,
         flush_timeout_s=config.flush_timeout_s,
         close_timeout_s=config.close_timeout_s,
+        settle_s=config.settle_s,
     )
     return Publisher(
         source_of(context.model),

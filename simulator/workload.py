@@ -30,8 +30,9 @@ class Bags:
 class Workload:
     """Draws batches for a scenario. Raises ScenarioError when its Parquet file cannot be used."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
+    def __init__(self, scenario: Scenario, attempt: int = 0) -> None:
+        """``attempt``: a restarted job reads other batches than the ones before it."""
+        self.scenario, self._attempt = scenario, attempt
         self.features: list[str] = list(dict.fromkeys(f for t in scenario.tables for f in t.feature_names))
         self._rows = {f: min(t.rows for t in scenario.tables if f in t.feature_names) for f in self.features}
         # TorchRec on CPU: a data-parallel EmbeddingCollection fails unless every bag holds exactly one id.
@@ -69,7 +70,8 @@ class Workload:
 
     def _draw(self, rank: int, step: int, kind: int) -> dict[str, Bags]:
         config = self.scenario.workload
-        rng = np.random.default_rng([self.scenario.seed, rank, step, kind])
+        again = [self._attempt] if self._attempt else []
+        rng = np.random.default_rng([self.scenario.seed, rank, step, kind, *again])
         bags: dict[str, Bags] = {}
         for feature in self.features:
             if feature in self._single:
@@ -82,7 +84,8 @@ class Workload:
             elif self._columns is not None:
                 # Each rank reads every world_size-th row, starting over at the end of the file.
                 column = self._columns[feature]
-                index = np.arange(n) + (step - 1) * config.batch_size * config.ids_per_sample_max
+                turn = step - 1 + self._attempt * config.steps
+                index = np.arange(n) + turn * config.batch_size * config.ids_per_sample_max
                 values = column[(index * self.scenario.world_size + rank) % len(column)] % rows
             else:
                 values = self._popular[feature][np.searchsorted(self._cumulative[feature], rng.random(n), side="right")]

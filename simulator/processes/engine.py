@@ -29,6 +29,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import msgspec
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -40,13 +41,17 @@ from ..errors import KitError, ScenarioError
 from ..history import (
     FINAL_SCHEMA,
     WRITES_SCHEMA,
+    Attempt,
     Event,
     History,
+    LedgerTable,
     RankOutcome,
     build_tables,
+    continue_tables,
     find_leaks,
     read_events,
     read_ledger,
+    values_at,
 )
 from ..scenario import Scenario
 from ..store_faults import planned
@@ -60,6 +65,8 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 #: The exit code that multiprocessing makes up when the forkserver cannot tell one any more.
 FORKSERVER_LOST = 255
+#: The exit code of a rank whose scenario or target cannot be run.
+BAD_INPUT = 2
 #: Seconds within which processes must start; the first start waits for the forkserver's imports.
 START_S = 120.0
 #: A Unix socket's path has 107 bytes, and multiprocessing needs 33 of them for its own names.
@@ -167,18 +174,24 @@ class ProcessEngine:
         started = time.monotonic()
         # As long as real ones, and found nowhere by chance.
         secrets = {name: token_hex(16) for name in SECRET_VARIABLES}
-        supervisor = Supervisor(scenario, target, store.endpoint, folder, self._context, secrets)
-        self._ranks = supervisor.ranks
+        runs: list[Supervisor] = []
         try:
-            supervisor.start()
-            supervisor.wait()
+            for attempt in range(1 + len(scenario.restarts)):
+                supervisor = Supervisor(scenario, attempt, target, store.endpoint, folder, self._context, secrets)
+                runs.append(supervisor)
+                self._ranks = supervisor.ranks
+                supervisor.start(self._folder / "torch")
+                supervisor.wait()
+                _end(self._ranks)
+                if not supervisor.failed:
+                    break
         finally:
             _end(self._ranks)
             self._ranks = []
         wall_s = time.monotonic() - started
-        history = self._collect(scenario, target, manifest, store, supervisor, folder)
+        history = self._collect(scenario, target, manifest, store, runs)
         history.wall_s = wall_s
-        logins = (f"rank{rank}:{secrets[PASSWORD]}" for rank in range(scenario.world_size))
+        logins = (f"rank{rank}:{secrets[PASSWORD]}" for rank in range(max(len(run.ranks) for run in runs)))
         planted = {"datasource token": DEFAULT_TOKEN, **secrets}
         planted |= {f"login of rank {r}": base64.b64encode(who.encode()).decode() for r, who in enumerate(logins)}
         history.planted, history.leaks = tuple(planted), find_leaks(folder, planted)
@@ -188,17 +201,9 @@ class ProcessEngine:
         return history
 
     def _collect(
-        self,
-        scenario: Scenario,
-        target: str,
-        manifest: dict[str, str],
-        store: _StoreProcess,
-        supervisor: Supervisor,
-        folder: Path,
+        self, scenario: Scenario, target: str, manifest: dict[str, str], store: _StoreProcess, runs: list[Supervisor]
     ) -> History:
-        events = list(supervisor.events)
-        for rank in range(scenario.world_size):
-            events += read_events(folder / f"rank{rank}.events.jsonl")
+        events = [event for run in runs for event in run.all_events()]
         refused = next((e for e in events if e.kind == "bad-input"), None)
         if refused is not None:
             raise ScenarioError(refused.data["message"])
@@ -210,38 +215,65 @@ class ProcessEngine:
         fired = [mine + theirs for mine, theirs in zip(fired, store_fired, strict=True)]
         events += requests
         events.sort(key=lambda e: e.t_ms)
-        outcomes = supervisor.outcomes(events)
-        for outcome in outcomes:
-            if outcome.exitcode == os.EX_IOERR:
-                raise KitError(f"rank {outcome.rank} could not record the run: {_tail(folder, outcome.rank)}")
-        if all(outcome.exitcode == FORKSERVER_LOST for outcome in outcomes):
-            raise KitError("the forkserver died while the ranks were running")
-        for outcome in outcomes:
-            if outcome.status == "vanished" and not _of(events, outcome.rank):
-                raise KitError(
-                    f"rank {outcome.rank} ended before it could start (exit code {outcome.exitcode}): "
-                    f"{_tail(folder, outcome.rank)}"
-                )
-        try:
-            tables = build_tables(
-                scenario, manifest, [read_ledger(folder / f"rank{r}.ledger.arrows") for r in range(scenario.world_size)]
-            )
-        except ValueError as error:
-            raise KitError(f"the ledger of {scenario.name!r} contradicts itself: {error}") from error
+        attempts: list[Attempt] = []
+        tables: dict[str, LedgerTable] = {}
+        for run in runs:
+            attempt = Attempt(len(run.ranks), run.outcomes(), begin_ms=run.begin_ms, end_ms=run.end_ms)
+            tables = self._continue(run, attempt, attempts, manifest, tables)
+            attempts.append(attempt)
         return History(
             scenario=scenario,
             target=target,
             engine="processes",
             events=events,
-            outcomes=outcomes,
+            outcomes=attempts[-1].outcomes,
             tables=tables,
             manifest=manifest,
             writes=writes.filter(pc.equal(writes["version"], VERSION)),
             strays=writes.filter(pc.not_equal(writes["version"], VERSION)),
             final=final,
             fired=fired,
-            stacks=supervisor.stacks,
+            stacks=runs[-1].stacks,
+            attempts=attempts if len(attempts) > 1 else [],
         )
+
+    def _continue(
+        self,
+        run: Supervisor,
+        attempt: Attempt,
+        earlier: list[Attempt],
+        manifest: dict[str, str],
+        tables: dict[str, LedgerTable],
+    ) -> dict[str, LedgerTable]:
+        """The ledger with this attempt in it; notes in ``attempt`` how its steps are counted."""
+        ledgers = [read_ledger(run.folder / f"rank{rank}.ledger.arrows") for rank in range(len(run.ranks))]
+        try:
+            mine = build_tables(run.scenario, manifest, ledgers)
+        except ValueError as error:
+            raise KitError(f"the ledger of {run.scenario.name!r} contradicts itself: {error}") from error
+        if not earlier:
+            return mine
+        restored = next((e for e in run.all_events() if e.kind == "restored"), None)
+        last = max(int(np.max(steps, initial=t.since)) for t in tables.values() for steps in (t.steps, t.lookup_steps))
+        if restored is not None:
+            attempt.restored, attempt.checkpoint_of = restored.step or 0, restored.data["checkpoint_of"]
+        attempt.shift = last + 1 - attempt.restored
+        self._check_restore(attempt, earlier, tables, mine)
+        return continue_tables(tables, mine, attempt.shift, attempt.restored)
+
+    @staticmethod
+    def _check_restore(
+        attempt: Attempt, earlier: list[Attempt], tables: dict[str, LedgerTable], mine: dict[str, LedgerTable]
+    ) -> None:
+        """A restore gives what the model held when the checkpoint was made, or else the ledger is worth nothing."""
+        moment = 0
+        if attempt.checkpoint_of is not None:
+            moment = attempt.restored + earlier[attempt.checkpoint_of].shift
+        for fqn, ledger in tables.items():
+            restored, wanted = mine[fqn].initial, values_at(ledger, moment)
+            known = ~np.isnan(restored).all(axis=1)
+            if restored[known].tobytes() != wanted[known].tobytes():
+                raise KitError(f"table {fqn} was not restored to what it held at the checkpoint after step {moment}")
 
 
 @contextlib.contextmanager
@@ -314,16 +346,16 @@ def _kill_forkserver() -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing reaps it
 
 
-def _of(events: list[Event], rank: int) -> list[Event]:
-    return [e for e in events if e.who == f"rank{rank}"]
-
-
 class Supervisor:
-    """Starts the ranks of one run, watches them, and ends those that outstay a deadline."""
+    """Starts the ranks of one attempt, watches them, and ends those that outstay a deadline.
+
+    Its files lie in ``folder``: that of the run, or, after a restart, a folder of its own in it.
+    """
 
     def __init__(
         self,
         scenario: Scenario,
+        attempt: int,
         target: str,
         endpoint: str,
         folder: Path,
@@ -332,22 +364,39 @@ class Supervisor:
     ) -> None:
         from . import rank as rank_module
 
-        self.scenario, self.folder = scenario, folder
+        self.scenario, self.attempt = scenario.of_attempt(attempt), attempt
+        self.folder = folder / f"attempt-{attempt}" if attempt else folder
+        self.folder.mkdir(exist_ok=True)
+        checkpoints = folder / "checkpoints"
+        checkpoints.mkdir(exist_ok=True)
         self.events: list[Event] = []
         self.stacks: dict[int, str] = {}
+        self.begin_ms = self.end_ms = 0.0
         self._ended: dict[int, str] = {}
         text = scenario.to_json()
+        common = (target, endpoint, str(self.folder), secrets, attempt, str(checkpoints))
         self.ranks: list[BaseProcess] = [
             context.Process(  # type: ignore[attr-defined]
                 target=rank_module.main,
-                args=(rank_module.RankSpec(text, rank, target, endpoint, str(folder), secrets),),
+                args=(rank_module.RankSpec(text, rank, *common),),
                 name=f"deltaproof-rank{rank}",
             )
-            for rank in range(scenario.world_size)
+            for rank in range(self.scenario.world_size)
         ]
 
-    def start(self) -> None:
-        _start(self.ranks, self.folder.parent / "torch")
+    def start(self, cache: Path) -> None:
+        self.begin_ms = time.monotonic() * 1000
+        _start(self.ranks, cache)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank ended otherwise than well. A scenario that cannot be run is no failure of the job."""
+        return all(process.exitcode != BAD_INPUT for process in self.ranks) and any(p.exitcode for p in self.ranks)
+
+    def all_events(self) -> list[Event]:
+        """The supervisor's own, and what the ranks wrote."""
+        ranks = range(len(self.ranks))
+        return [*self.events, *(e for rank in ranks for e in read_events(self.folder / f"rank{rank}.events.jsonl"))]
 
     def wait(self) -> None:
         """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the
@@ -369,7 +418,8 @@ class Supervisor:
                 limit = min(limit, time.monotonic() + deadlines.grace_s)
             if not ready and time.monotonic() >= limit:
                 self._end_rest(sorted(waiting.values()), "ended" if failed else "deadline")
-                return
+                break
+        self.end_ms = time.monotonic() * 1000
 
     def _some_rank_failed(self) -> bool:
         """A rank exited with an error, or raised and has not exited yet."""
@@ -400,14 +450,16 @@ class Supervisor:
             multiprocessing.connection.wait([self.ranks[r].sentinel for r in ranks], timeout=0.02)
 
     def _note(self, kind: str, rank: int, **data: Any) -> None:
-        self.events.append(Event(t_ms=time.monotonic() * 1000, who="supervisor", kind=kind, rank=rank, data=data))
+        event = Event(t_ms=time.monotonic() * 1000, who="supervisor", kind=kind, rank=rank, data=data)
+        self.events.append(msgspec.structs.replace(event, attempt=self.attempt))
 
-    def outcomes(self, events: list[Event]) -> list[RankOutcome]:
-        """How each rank ended, from its exit code and from what it wrote before."""
+    def outcomes(self) -> list[RankOutcome]:
+        """How each rank ended, from its exit code and from what it wrote before. Raises KitError when it was not the
+        target that ended it."""
         result = []
         for rank, process in enumerate(self.ranks):
             code = process.exitcode
-            mine = _of(events, rank)
+            mine = read_events(self.folder / f"rank{rank}.events.jsonl")
             error = next((e for e in mine if e.kind == "error"), None)
             if rank in self._ended:
                 status = self._ended[rank]
@@ -420,11 +472,21 @@ class Supervisor:
             else:
                 status = "vanished"
             text = "" if error is None else f"{error.data['type']}: {error.data['message']}"
+            tail = _tail(self.folder, rank)
+            if code == os.EX_IOERR:
+                raise KitError(f"rank {rank} could not record the run: {tail}")
             if status == "vanished":
-                text = text or _tail(self.folder, rank)
+                text = text or tail
             steps = () if error is None else tuple(error.data.get("unacknowledged", ()))
             where = "" if error is None else error.data.get("where", "")
-            result.append(RankOutcome(rank, status, code, text, where, steps))
+            result.append(RankOutcome(rank, status, code, text, where, steps, self.attempt))
+        if all(outcome.exitcode == FORKSERVER_LOST for outcome in result):
+            raise KitError("the forkserver died while the ranks were running")
+        for outcome in result:
+            if outcome.status == "vanished" and not (self.folder / f"rank{outcome.rank}.events.jsonl").exists():
+                raise KitError(
+                    f"rank {outcome.rank} ended before it could start (exit code {outcome.exitcode}): {outcome.error}"
+                )
         return result
 
 

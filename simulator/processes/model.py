@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torchrec
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -80,9 +83,11 @@ def _sharding(table: Table) -> Any:
 class Trainer:
     """Model, optimizer and ledger of one rank. ``step`` trains one batch and writes what it changed."""
 
-    def __init__(self, scenario: Scenario, rank: int, ledger: LedgerWriter, device: torch.device) -> None:
+    def __init__(
+        self, scenario: Scenario, rank: int, ledger: LedgerWriter, device: torch.device, attempt: int = 0
+    ) -> None:
         self.scenario, self.rank, self.ledger, self.device = scenario, rank, ledger, device
-        self.workload = Workload(scenario)
+        self.workload, self._attempt = Workload(scenario, attempt), attempt
         # TorchRec warns about every data-parallel table and about owners it is about to shard; neither is news here.
         logging.getLogger("torchrec").setLevel(logging.ERROR)
         model = TowerModel(scenario, device)
@@ -108,7 +113,10 @@ class Trainer:
         self._dense = torch.optim.SGD(dense, lr=LEARNING_RATE) if dense else None
         self._shards = self._find_shards()
         self._before: list[np.ndarray] = []
-        self._set_initial()
+        for index, offset, weight in self._shards:
+            rows = initial_rows(scenario, index)[offset : offset + weight.shape[0]]
+            with torch.no_grad():
+                weight.copy_(torch.from_numpy(rows))
 
     def _find_shards(self) -> list[tuple[int, int, torch.Tensor]]:
         """(table index, row offset, local weight) of every shard on this rank."""
@@ -122,14 +130,24 @@ class Trainer:
                 found.append((index, 0, value))
         return found
 
-    def _set_initial(self) -> None:
-        entries = []
-        for index, offset, weight in self._shards:
-            rows = initial_rows(self.scenario, index)[offset : offset + weight.shape[0]]
-            entries.append((INITIAL, index, np.arange(offset, offset + len(rows)), rows))
-            self._before.append(rows)
+    def begin(self) -> None:
+        """Tell the ledger from which weights training starts."""
+        self._before = [weight.detach().cpu().numpy().copy() for _, _, weight in self._shards]
+        entries = [
+            (INITIAL, index, np.arange(offset, offset + len(rows)), rows)
+            for (index, offset, _), rows in zip(self._shards, self._before, strict=True)
+        ]
         self.ledger.write(0, entries)
-        self._restore()
+
+    def save(self, folder: Path) -> None:
+        """Write the model to a checkpoint. A collective."""
+        save({"model": self.model.state_dict()}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """Read the model from a checkpoint of any number of ranks. A collective."""
+        weights = self.model.state_dict()
+        load({"model": weights}, checkpoint_id=folder)
+        self.model.load_state_dict(weights)
 
     def _restore(self) -> None:
         """Put back, in place, what the ledger says that the model holds."""
@@ -184,7 +202,8 @@ class Trainer:
             lengths=torch.from_numpy(np.concatenate([bags[f].lengths for f in self.workload.features])),
         ).to(self.device)
         out = self.model(features)
-        rng = np.random.default_rng([self.scenario.seed, 13, *(n % 2**32 for n in rank_step)])
+        again = [self._attempt] if self._attempt else []
+        rng = np.random.default_rng([self.scenario.seed, 13, *(n % 2**32 for n in rank_step), *again])
         target = torch.from_numpy(rng.standard_normal(out.numel(), dtype=np.float32)).to(self.device)
         loss: torch.Tensor = 0.5 * ((out - target) ** 2).sum()
         return loss

@@ -28,7 +28,7 @@ from ..clocks import SkewedClocks
 from ..errors import ScenarioError
 from ..history import EventWriter, LedgerWriter
 from ..instrument import ObservedClient
-from ..loop import TrainingLoop
+from ..loop import Checkpoint, TrainingLoop
 from ..scenario import Scenario
 from ..target import PASSWORD, RankContext
 
@@ -38,7 +38,8 @@ PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True)
 class RankSpec:
     """What the supervisor tells a rank. ``endpoint``: host:port of the store; ``folder``: of this run; ``secrets``:
-    environment variables with values that must not appear in anything the run leaves behind."""
+    environment variables with values that must not appear in anything the run leaves behind; ``attempt``: 0 for the
+    first start of the job; ``checkpoints``: a folder that all attempts share."""
 
     scenario: str
     rank: int
@@ -46,6 +47,8 @@ class RankSpec:
     endpoint: str
     folder: str
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    attempt: int = 0
+    checkpoints: str = ""
 
 
 def die_with_parent() -> None:
@@ -76,8 +79,8 @@ def main(spec: RankSpec) -> None:
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=open(folder / f"rank{rank}.stacks", "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(spec.secrets)
-    scenario = Scenario.from_json(spec.scenario)
-    events = EventWriter(folder / f"rank{rank}.events.jsonl", f"rank{rank}", rank)
+    scenario = Scenario.from_json(spec.scenario).of_attempt(spec.attempt)
+    events = EventWriter(folder / f"rank{rank}.events.jsonl", f"rank{rank}", rank, spec.attempt)
     events.write("rank-start", pid=os.getpid(), preloaded="torchrec" in sys.modules)
     run = Run(scenario, spec, events)
     try:
@@ -106,7 +109,7 @@ class Run(TrainingLoop):
     """The training loop of a real rank: TorchRec's model, torch.distributed, the fake store over HTTP."""
 
     def __init__(self, scenario: Scenario, spec: RankSpec, events: EventWriter) -> None:
-        super().__init__(scenario, spec.rank, spec.target, events, spec.secrets)
+        super().__init__(scenario, spec.rank, spec.target, events, spec.secrets, spec.attempt)
         self.spec = spec
         self.clocks = SkewedClocks(self.clock_read)
         if self.skewed:
@@ -140,7 +143,9 @@ class Run(TrainingLoop):
         self.collectives = Collectives()
         self.collectives.install()
         ledger = LedgerWriter(Path(spec.folder) / f"rank{spec.rank}.ledger.arrows")
-        self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"))
+        self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"), spec.attempt)
+        if not spec.attempt:
+            self._model.begin()
         self.events.write("model-ready", shards=len(self._model._shards))
         self.publish_and_train()
         ledger.close()
@@ -166,6 +171,33 @@ class Run(TrainingLoop):
     def resident_bytes(self) -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Whole or not there: a checkpoint's folder gets its name when all ranks have written."""
+        import torch
+        import torch.distributed as dist
+
+        name = f"attempt-{self.attempt:03d}-step-{step:09d}"
+        unfinished = Path(self.spec.checkpoints) / f"unfinished-{name}"
+        self._model.save(unfinished)
+        torch.save(dict(state), unfinished / f"publisher-{self.rank:05d}.pt")
+        dist.barrier()
+        if self.rank == 0:
+            unfinished.rename(unfinished.parent / name)
+        dist.barrier()
+
+    def restore(self) -> Checkpoint | None:
+        import torch
+
+        newest = max(Path(self.spec.checkpoints).glob("attempt-*"), default=None)
+        if newest is not None:
+            self._model.load(newest)
+        self._model.begin()
+        if newest is None:
+            return None
+        states = [torch.load(path, weights_only=True) for path in sorted(newest.glob("publisher-*.pt"))]
+        _, attempt, _, step = newest.name.split("-")
+        return Checkpoint(int(attempt), int(step), states)
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -6,16 +6,31 @@ from pathlib import Path
 import msgspec
 
 from deltaproof.simulator.faults import POINTS, REGISTRY
-from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
+from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Restart, Scenario, Table, Workload
 
-STRUCTS: list[type[msgspec.Struct]] = [Scenario, Table, Workload, PublisherConfig, Deadlines, *REGISTRY.values()]
+STRUCTS: list[type[msgspec.Struct]] = [
+    Scenario,
+    Table,
+    Workload,
+    PublisherConfig,
+    Restart,
+    Deadlines,
+    *REGISTRY.values(),
+]
 PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
 
 
 def test_the_example_is_a_scenario() -> None:
-    [example] = re.findall(r"```json\n(.*?)```", PAGE, re.S)
+    example = re.findall(r"```json\n(.*?)```", PAGE, re.S)[0]
     scenario = Scenario.from_json(example)
     assert len(scenario.faults) == 3
+    assert scenario.expect == "tolerate"
+
+
+def test_the_restart_is_part_of_a_scenario() -> None:
+    part = re.findall(r"```json\n(.*?)```", PAGE, re.S)[1]
+    scenario = Scenario.from_json(f'{{"version": 1, {part}}}')
+    assert scenario.of_attempt(1).world_size == 3
     assert scenario.expect == "tolerate"
 
 

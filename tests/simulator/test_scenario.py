@@ -24,7 +24,7 @@ from deltaproof.simulator.faults import (
     StoreSlow,
     summary,
 )
-from deltaproof.simulator.scenario import SCENARIO_VERSION, PublisherConfig, Scenario, Table
+from deltaproof.simulator.scenario import SCENARIO_VERSION, PublisherConfig, Restart, Scenario, Table
 from deltaproof.simulator.strategies import scenarios
 
 
@@ -132,6 +132,26 @@ BAD = {
     ),
     "less than no bytes": ({"faults": [{"fault": "store-truncated", "bytes_kept": -1}]}, "bytes_kept is -1"),
     "an outage of a year": ({"faults": [{"fault": "store-outage", "duration_ms": 10**9}]}, "duration_ms is"),
+    "a rank that the restart has not": (
+        {
+            "restarts": [{"world_size": 1}],
+            "faults": [{"fault": "clock-offset", "rank": 1, "seconds": 1, "attempt": 1}],
+        },
+        "rank 1 does not exist in a world of 1",
+    ),
+    "an attempt that is not made": (
+        {"faults": [{"fault": "clock-offset", "rank": 1, "seconds": 1, "attempt": 1}]},
+        "attempt is 1, but the scenario has 0 restarts",
+    ),
+    "a restart on no rank": ({"restarts": [{"world_size": 0}]}, "restarts[0].world_size is 0"),
+    "a restart on more ranks than rows": (
+        {"tables": [{"name": "a", "rows": 5}], "restarts": [{"world_size": 4}]},
+        "after restart 1: tables[0] (ebc/a): TorchRec gives each rank",
+    ),
+    "data that ends, and a restart": (
+        {"faults": [{"fault": "exhaustion", "rank": 0, "batches": 1}], "restarts": [{}]},
+        "do not go together",
+    ),
     "no queue": ({"publisher": {"queue_steps_max": 0}}, "publisher.queue_steps_max is 0"),
     "no minutes": ({"publisher": {"every_minutes": 0}}, "publisher.every_minutes is 0"),
     "clocks that go back": ({"workload": {"step_seconds": -1}}, "workload.step_seconds is -1"),
@@ -224,6 +244,21 @@ def test_a_fault_outlasts_the_patience_that_the_publisher_was_given() -> None:
     assert Scenario(publisher=hasty, faults=(StoreSlow(delay_ms=400),)).expect == "tolerate"
     assert Scenario(publisher=hasty, faults=(StoreSlow(delay_ms=600),)).expect == "fail-loudly"
     assert Scenario(publisher=hasty, faults=(ClockStall(rank=0, step=1, seconds=60),)).expect == "fail-loudly"
+
+
+def test_a_crash_that_is_followed_by_a_restart_is_no_excuse() -> None:
+    kill, again = RankKill(rank=0, point="sdk.write"), RankKill(rank=0, point="sdk.write", attempt=1)
+    assert Scenario(faults=(kill,), restarts=(Restart(),)).expect == "tolerate"
+    assert Scenario(faults=(kill, again), restarts=(Restart(),)).expect == "fail-loudly"
+    assert Scenario(faults=(kill, again), restarts=(Restart(), Restart())).expect == "tolerate"
+
+
+def test_an_attempt_runs_on_its_own_number_of_ranks() -> None:
+    tables = (Table(name="a", rows=99), Table(name="b", sharding="table_wise", rank=2))
+    scenario = Scenario(world_size=3, tables=tables, restarts=(Restart(world_size=2), Restart()))
+    assert [scenario.of_attempt(n).world_size for n in range(3)] == [3, 2, 2]
+    assert [scenario.of_attempt(n).tables[1].rank for n in range(3)] == [2, 0, 0]
+    assert scenario.checked() is scenario
 
 
 def test_only_writes_are_sure_to_be_tried_again() -> None:
