@@ -12,17 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..simulator.faults import StoreSchemaChanged, StoreViewDeleted
+from ..simulator.faults import Fault, StoreSchemaChanged, StoreViewDeleted
 from ..simulator.history import Event, History, LedgerTable
 
 #: Steps before the first and after the last one. ``NEVER``: the model never held it; ``FOREVER``: it still does.
 NEVER, FOREVER = -1, int(np.iinfo(np.int64).max)
 
 #: What struck a rank and how it ended: explains a violation whatever step it belongs to.
-NOTABLE = {"fault", "error", "finished", "closed", "rank-end", "rank-exit", "rank-ended-by-supervisor"}
+NOTABLE = {"fault", "error", "restored", "finished", "closed", "rank-end", "rank-exit", "rank-ended-by-supervisor"}
 #: What a rank and the store said to each other.
 TALK = {"sdk-write", "sdk-flush", "request"}
 EVENTS_KEPT = 12
+#: What a rank writes when a lockstep step, or the restore that counts as one, is over.
+MARKS = {"step", "restored"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,35 @@ def touched(ledger: LedgerTable, rank: int | None = None) -> tuple[np.ndarray, n
     return first, last
 
 
+def struck(history: History, attempt: int) -> list[tuple[Fault, int]]:
+    """The planned faults that struck in one attempt, and how often."""
+    counts = list(history.fired)
+    if history.restarted:
+        counts = [0] * len(history.scenario.faults)
+        begin_ms, end_ms = history.starts[attempt].begin_ms, history.starts[attempt].end_ms
+        for event in history.events:
+            if event.kind == "fault" and begin_ms <= event.t_ms <= end_ms:
+                counts[event.data["index"]] += 1
+    return [(fault, n) for fault, n in zip(history.scenario.faults, counts, strict=False) if n]
+
+
+def survived(history: History, steps: np.ndarray) -> np.ndarray:
+    """bool (n,): whether the model that is left was trained in these of the history's steps (int64 (n,)).
+
+    Those of the last attempt were, those before the checkpoint that it began from, and so on; steps between a
+    checkpoint and the crash after it were made by a model that is gone.
+    """
+    kept = np.zeros(len(steps), bool)
+    number, until = len(history.starts) - 1, float("inf")
+    while True:
+        attempt = history.starts[number]
+        kept |= (steps > attempt.since) & (steps <= until)
+        if attempt.checkpoint_of is None:
+            return kept
+        number = attempt.checkpoint_of
+        until = attempt.restored + history.starts[number].shift
+
+
 def log_is_whole(history: History) -> bool:
     """Whether the store's log has every row that was ever accepted: it goes with its view when that is deleted."""
     planned = zip(history.scenario.faults, history.fired, strict=False)
@@ -159,9 +190,9 @@ def step_starts(history: History) -> np.ndarray:
     """float64 (s,): no rank began lockstep step i before this moment (ms, monotonic); -inf where nothing is known.
 
     A rank writes its event ``step`` after the update, so step s begins after the first rank's event of step s - 1 or
-    later.
+    later. Steps are the history's, which count on over restarts.
     """
-    seen = [(e.step, e.t_ms) for e in history.events if e.kind == "step" and e.step is not None]
+    seen = [(step, e.t_ms) for e in history.events if e.kind in MARKS and (step := history.moment(e)) is not None]
     size = 2 + max([step for step, _ in seen], default=0)
     starts = np.full(size, np.inf)
     for step, t_ms in seen:
@@ -212,7 +243,7 @@ def rank_of(client: str) -> int | None:
 def events_about(
     history: History, rank: int | None, step: int | None = None, until_ms: float | None = None
 ) -> list[Event]:
-    """The few events, in time order, that explain what became of ``step`` on ``rank`` (None: on any).
+    """The few events, in time order, that explain what became of ``step`` (the history's) on ``rank`` (None: on any).
 
     The step itself and what was said to the store next, what struck and what was said right after it, and how it ended.
     ``until_ms`` leaves out what came later, and then the last words count more than the first.
@@ -224,10 +255,12 @@ def events_about(
         return event.rank == rank or event.data.get("client") == f"rank{rank}"
 
     mine = [e for e in history.events if concerns(e) and (until_ms is None or e.t_ms <= until_ms)]
-    since = next((e.t_ms for e in mine if step is not None and e.step == step), float("-inf"))
+    since = next((e.t_ms for e in mine if step is not None and history.moment(e) == step), float("-inf"))
     notable = [e for e in mine if e.kind in NOTABLE]
     struck = [e.t_ms for e in notable if e.kind == "fault" and e.t_ms >= since]
-    near = [e for e in mine if e.t_ms >= since and (e.kind in TALK or (e.kind not in NOTABLE and e.step == step))]
+    near = [
+        e for e in mine if e.t_ms >= since and (e.kind in TALK or (e.kind not in NOTABLE and history.moment(e) == step))
+    ]
     after = [e for e in near if struck and e.t_ms >= struck[0]]
     few = EVENTS_KEPT // 4
     kept = [*notable[:few], *notable[-few:], *after[:few]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..simulator.history import History
 from .properties import PROPERTIES
-from .verdict import Finding, Report, Verdict
+from .verdict import ROWS_COMPARED_BY, Finding, Report, Verdict
 
 
 def judge(history: History) -> Report:
@@ -34,6 +34,6 @@ def _nothing_checked(history: History, findings: list[Finding]) -> str:
         return "nothing could be checked"
     # A job that had to fail may have published nothing; one that succeeded without a row to compare tested no
     # publisher.
-    if history.succeeded and not any(f.checked for f in findings if f.property == "no-lost-rows"):
+    if history.succeeded and not any(f.checked for f in findings if f.property in ROWS_COMPARED_BY):
         return "the job succeeded without a row to compare"
     return ""

@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 #: How many violations a finding describes in full.
 VIOLATIONS_KEPT = 5
+#: The properties that compare every row's final value in the store with the model's.
+ROWS_COMPARED_BY = ("no-lost-rows", "restart-converges")
 
 
 class Verdict(Enum):
@@ -104,4 +106,4 @@ class Report:
     @property
     def rows_compared(self) -> int:
         """Rows whose final value in the store was compared, bit by bit, with the model's."""
-        return sum(f.checked for f in self.findings if f.property == "no-lost-rows")
+        return sum(f.checked for f in self.findings if f.property in ROWS_COMPARED_BY)

@@ -13,6 +13,7 @@ from .no_phantom_rows import no_phantom_rows
 from .no_secret_leak import no_secret_leak
 from .no_silent_loss import no_silent_loss
 from .quiet_hot_path import quiet_hot_path
+from .restart_converges import restart_converges
 from .terminates import terminates
 
 #: Name -> function, in the order of reports.
@@ -25,6 +26,7 @@ PROPERTIES: dict[str, Property] = {
     "names-match-export": names_match_export,
     "terminates": terminates,
     "fails-loudly": fails_loudly,
+    "restart-converges": restart_converges,
     "quiet-hot-path": quiet_hot_path,
     "bounded-memory": bounded_memory,
     "no-secret-leak": no_secret_leak,

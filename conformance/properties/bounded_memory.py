@@ -26,15 +26,17 @@ def bounded_memory(history: History) -> Finding:
     allowed = history.scenario.publisher.queue_bytes_max + ALLOWANCE_BYTES
     writers = evidence.writers(history)
     lengths = pc.list_value_length(history.writes["embedding"].combine_chunks()).fill_null(0).to_numpy()
-    for rank in range(len(history.outcomes)):
+    for rank in range(history.ranks_max):
         if 4 * int(lengths[writers == rank].sum()) <= allowed:
             continue
         samples = [e for e in history.of(f"rank{rank}", "after-step") if e.data.get("resident_bytes")]
         finding.checked += len(samples)
-        base = samples[0].data["resident_bytes"] if samples else 0
+        bases: dict[int, int] = {}  # by attempt: each is a process of its own
+        for sample in samples:
+            bases.setdefault(sample.attempt, sample.data["resident_bytes"])
 
-        def violation(sample: Event, rank: int = rank, base: int = base) -> Violation:
-            grown = (sample.data["resident_bytes"] - base) / 2**20
+        def violation(sample: Event, rank: int = rank, bases: dict[int, int] = bases) -> Violation:
+            grown = (sample.data["resident_bytes"] - bases[sample.attempt]) / 2**20
             return Violation(
                 property=finding.property,
                 message=f"the memory of rank {rank} has grown by {grown:.0f} MiB since its first step; its queue may "
@@ -45,7 +47,8 @@ def bounded_memory(history: History) -> Finding:
                 events=evidence.events_about(history, rank, sample.step, until_ms=sample.t_ms),
             )
 
-        finding.report([s for s in samples if s.data["resident_bytes"] - base > allowed], violation)
+        grown = [s for s in samples if s.data["resident_bytes"] - bases[s.attempt] > allowed]
+        finding.report(grown, violation)
     if not finding.checked:
         finding.reason = f"no rank published more than {allowed / 2**20:.0f} MiB, so none could have piled up that much"
     return finding

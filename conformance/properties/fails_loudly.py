@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...simulator.faults import RankKill
+from ...simulator.faults import Fault, RankKill
 from ...simulator.history import Event, History, RankOutcome
 from .. import evidence
 from ..verdict import Finding, Violation
@@ -28,20 +28,7 @@ def fails_loudly(history: History) -> Finding:
     not check serves it (S35). A job that is told to publish to no version, or to the one that serving reads by
     default, may not succeed (S48).
     """
-    finding = Finding("fails-loudly", checked=len(history.outcomes), unit="ranks")
-    failed = sorted((o for o in history.outcomes if o.status != "ok"), key=lambda o: _when(history, o))
-    raised = [o for o in failed if o.status == "error"]
-
-    def violation(outcome: RankOutcome, message: str) -> Violation:
-        error = next((e for e in history.events if e.rank == outcome.rank and e.kind == "error"), None)
-        return Violation(
-            property=finding.property,
-            message=f"rank {outcome.rank} {message}",
-            rank=outcome.rank,
-            step=error.step if error else None,
-            found=outcome.error or None,
-            events=evidence.events_about(history, outcome.rank),
-        )
+    finding = Finding("fails-loudly", unit="ranks")
 
     def sent(request: Event) -> Violation:
         return Violation(
@@ -52,32 +39,53 @@ def fails_loudly(history: History) -> Finding:
             events=[*evidence.events_about(history, request.rank, until_ms=request.t_ms), request],
         )
 
-    if not _may_fail(history):
-        struck = sorted({f.kind for f, n in zip(history.scenario.faults, history.fired, strict=False) if n})
-        cause = f"only faults it must survive had struck ({', '.join(struck)})" if struck else "no fault had struck"
-        finding.report(raised, lambda o: violation(o, f"failed although {cause}"))
-    mute = [o for o in raised if not o.error.strip()]
-    finding.report(mute, lambda o: violation(o, "failed without a word"))
-    finding.report(_survived(history), lambda o: violation(o, "succeeded with what had to be refused"))
     bad_rows = [e for e in history.of("store", "request") if e.data.get("code") in REFUSED_ROWS]
     finding.report(bad_rows, sent)
-    # What the training loop itself raises is not the target's text.
-    vague = [o for o in raised if o is failed[0] and o.where != "train" and o not in mute and not _names_a_place(o)]
-    finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
-    vanished = [o for o in failed if o.status == "vanished"]
-    finding.report(vanished, lambda o: violation(o, f"vanished (exit code {o.exitcode}): no error, and not finished"))
-    killed = [o for o in failed if o.status == "killed" and not _kill_planned(history, o.rank)]
-    finding.report(killed, lambda o: violation(o, f"died of a signal that nobody sent (exit code {o.exitcode})"))
+    for attempt in range(len(history.starts)):
+        _judge_attempt(history, attempt, finding)
     if not finding.checked:
         finding.reason = "no rank was started"
     return finding
 
 
-def _survived(history: History) -> list[RankOutcome]:
-    """All ranks when the job succeeded although something struck that no job may survive, else none."""
-    planned = zip(history.scenario.faults, history.fired, strict=False)
-    fatal = history.succeeded and any(fault.must_fail and fired for fault, fired in planned)
-    return list(history.outcomes) if fatal else []
+def _judge_attempt(history: History, attempt: int, finding: Finding) -> None:
+    outcomes, struck = history.starts[attempt].outcomes, evidence.struck(history, attempt)
+    finding.checked += len(outcomes)
+    failed = sorted((o for o in outcomes if o.status != "ok"), key=lambda o: _when(history, o))
+    raised = [o for o in failed if o.status == "error"]
+
+    def violation(outcome: RankOutcome, message: str) -> Violation:
+        error = _error(history, outcome)
+        return Violation(
+            property=finding.property,
+            message=f"rank {outcome.rank} {message}",
+            rank=outcome.rank,
+            step=history.moment(error) if error else None,
+            found=outcome.error or None,
+            events=evidence.events_about(history, outcome.rank),
+        )
+
+    if not _may_fail(history, struck):
+        kinds = sorted({fault.kind for fault, _ in struck})
+        cause = f"only faults it must survive had struck ({', '.join(kinds)})" if kinds else "no fault had struck"
+        finding.report(raised, lambda o: violation(o, f"failed although {cause}"))
+    if not failed and any(fault.must_fail for fault, _ in struck):
+        finding.report(outcomes, lambda o: violation(o, "succeeded with what had to be refused"))
+    mute = [o for o in raised if not o.error.strip()]
+    finding.report(mute, lambda o: violation(o, "failed without a word"))
+    # What the training loop itself raises is not the target's text.
+    vague = [o for o in raised if o is failed[0] and o.where != "train" and o not in mute and not _names_a_place(o)]
+    finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
+    vanished = [o for o in failed if o.status == "vanished"]
+    finding.report(vanished, lambda o: violation(o, f"vanished (exit code {o.exitcode}): no error, and not finished"))
+    planned = {fault.rank for fault, _ in struck if isinstance(fault, RankKill)}
+    killed = [o for o in failed if o.status == "killed" and o.rank not in planned]
+    finding.report(killed, lambda o: violation(o, f"died of a signal that nobody sent (exit code {o.exitcode})"))
+
+
+def _error(history: History, outcome: RankOutcome) -> Event | None:
+    errors = history.of(f"rank{outcome.rank}", "error")
+    return next((e for e in errors if e.attempt == outcome.attempt), None)
 
 
 def _when(history: History, outcome: RankOutcome) -> float:
@@ -87,24 +95,18 @@ def _when(history: History, outcome: RankOutcome) -> float:
     """
     if outcome.status in ("killed", "vanished"):
         return float("-inf")
-    return min((e.t_ms for e in history.events if e.rank == outcome.rank and e.kind == "error"), default=float("inf"))
+    error = _error(history, outcome)
+    return float("inf") if error is None else error.t_ms
 
 
-def _may_fail(history: History) -> bool:
-    """Whether a fault that struck, or several together, allow the job to fail."""
+def _may_fail(history: History, struck: list[tuple[Fault, int]]) -> bool:
+    """Whether a fault that struck, or several together, allow the attempt to fail."""
     scenario = history.scenario
-    struck = [(f, n) for f, n in zip(scenario.faults, history.fired, strict=False) if n]
     # Each refused request can cost one attempt of the same step, so the store's faults add up.
-    refused = sum(n for f, n in struck if f.failures)
-    return refused >= scenario.publisher.retry_attempts_max or any(
-        f.expect(scenario) == "fail-loudly" for f, _ in struck
-    )
+    refused = sum(n for fault, n in struck if fault.failures)
+    fatal = any(fault.expect(scenario) == "fail-loudly" for fault, _ in struck)
+    return fatal or refused >= scenario.publisher.retry_attempts_max
 
 
 def _names_a_place(outcome: RankOutcome) -> bool:
     return bool(re.search(rf"\brank\W{{0,3}}{outcome.rank}\b|\bstep\W{{0,3}}\d", outcome.error, re.IGNORECASE))
-
-
-def _kill_planned(history: History, rank: int) -> bool:
-    planned = zip(history.scenario.faults, history.fired, strict=False)
-    return any(isinstance(f, RankKill) and f.rank == rank and n for f, n in planned)

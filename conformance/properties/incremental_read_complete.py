@@ -28,24 +28,25 @@ def incremental_read_complete(history: History) -> Finding:
     writes that were never acknowledged are not asked for, nor is a second delivery of a row that was read before.
     """
     finding = Finding("incremental-read-complete", unit="rows")
-    talks = [_talk(list(history.of(f"rank{o.rank}", "sdk-write", "sdk-flush"))) for o in history.outcomes]
+    ranks = range(history.ranks_max)
+    talks = [_talk(list(history.of(f"rank{rank}", "sdk-write", "sdk-flush"))) for rank in ranks]
     acknowledged = np.array(sorted(set[int]().union(*(talk.acknowledged for talk in talks))), np.int64)
     finding.checked = sum(int(np.isin(rows.ts, acknowledged).sum()) for rows in evidence.served(history).values())
     if not finding.checked:
         finding.reason = "no acknowledged write of any rank is served by the store"
         return finding
     writers, arrived_ms = evidence.writers(history), history.writes["t_ms"].to_numpy()
-    for outcome, talk in zip(history.outcomes, talks, strict=True):
-        cursors = _cursors(history, np.flatnonzero(writers == outcome.rank), np.array(talk.polls_ms))
+    for rank, talk in zip(ranks, talks, strict=True):
+        cursors = _cursors(history, np.flatnonzero(writers == rank), np.array(talk.polls_ms))
         for fqn, rows in evidence.written(history).items():
-            late = np.flatnonzero((writers[rows.index] == outcome.rank) & (rows.ts <= cursors[rows.index]))
+            late = np.flatnonzero((writers[rows.index] == rank) & (rows.ts <= cursors[rows.index]))
             unseen = [i for i in late.tolist() if _is_asked_for(history, fqn, rows, i, talk, writers)]
 
             def violation(
                 i: int,
                 fqn: str = fqn,
                 rows: evidence.Rows = rows,
-                rank: int = outcome.rank,
+                rank: int = rank,
                 cursors: np.ndarray = cursors,
             ) -> Violation:
                 return Violation(
@@ -78,7 +79,10 @@ def _talk(events: list[Event]) -> _Talk:
     talk = _Talk()
     open_: dict[object, int] = {}  # view -> its last write that no flush has covered
     window: dict[object, set[int]] = {}
+    attempt = 0
     for event in events:
+        if event.attempt != attempt:  # a process is gone, and with it whatever it had open
+            attempt, open_, window = event.attempt, {}, {}
         view = event.data.get("view")
         if event.kind == "sdk-write":
             open_[view] = event.data.get("number", 0)

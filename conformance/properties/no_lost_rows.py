@@ -16,12 +16,24 @@ def no_lost_rows(history: History) -> Finding:
     older value with a greater ts hides, looks like any other row until somebody wonders about the recommendations.
     Real cases: ts that follow a wall clock which stepped back, so that new rows lose against old ones (S15), and
     state keyed by bare table name, where one of two owners is forgotten (S19, TorchEasyRec pull request 603). A job
-    that failed makes no such promise; ``no-silent-loss`` holds its ranks to what they did claim.
+    that failed makes no such promise; ``no-silent-loss`` holds its ranks to what they did claim. A job that failed
+    and was started again is ``restart-converges``' to judge.
     """
     finding = Finding("no-lost-rows", unit="rows")
-    if not history.succeeded:
+    if history.restarted:
+        finding.reason = "the job was restarted: see restart-converges"
+    elif not history.succeeded:
         finding.reason = "the job did not succeed, so its launcher knows that rows may be missing"
-        return finding
+    else:
+        compare_rows(history, finding)
+    return finding
+
+
+def compare_rows(history: History, finding: Finding) -> None:
+    """Compare what the store serves with what the model holds last, for every key that training ever touched.
+
+    A key that only steps of a discarded future touched has its initial value again, which the store may lack.
+    """
     served = evidence.served(history)
     for fqn, ledger in history.tables.items():
         last_touch = evidence.touched(ledger)[1]
@@ -33,6 +45,9 @@ def no_lost_rows(history: History) -> Finding:
         at[rows.keys[inside]] = np.flatnonzero(inside)
         equal = at[keys] >= 0
         equal[equal] = evidence.same_bits(rows.values[at[keys[equal]]], ledger.final[keys[equal]])
+        if history.restarted:
+            kept = ledger.lookup_keys[evidence.survived(history, ledger.lookup_steps)]
+            equal |= (at[keys] < 0) & ~np.isin(keys, kept)
 
         def violation(
             key: int,
@@ -60,7 +75,6 @@ def no_lost_rows(history: History) -> Finding:
         finding.report(keys[~equal].tolist(), violation)
     if not finding.checked:
         finding.reason = "training touched no row"
-    return finding
 
 
 def _publisher_of(rows: evidence.Rows, key: int) -> int | None:

@@ -22,7 +22,7 @@ def no_secret_leak(history: History) -> Finding:
     finding = Finding("no-secret-leak", checked=len(history.planted), unit="secrets")
 
     def violation(leak: Leak) -> Violation:
-        found = re.match(r"rank(\d+)\.", leak.file)
+        found = re.search(r"\brank(\d+)\.", leak.file)
         rank = int(found[1]) if found else None
         return Violation(
             property=finding.property,

@@ -30,7 +30,7 @@ def quiet_hot_path(history: History) -> Finding:
     """
     finding = Finding("quiet-hot-path", unit="calls")
     writers = evidence.writers(history)
-    for rank in range(len(history.outcomes)):
+    for rank in range(history.ranks_max):
         calls = list(history.of(f"rank{rank}", "after-step"))
         finding.checked += len(calls)
 
@@ -45,8 +45,8 @@ def quiet_hot_path(history: History) -> Finding:
             )
 
         finding.report([c for c in calls if c.data.get("collectives")], collective)
-        clock = _Clock(history, rank)
-        bursts = [burst for fqn in history.tables for burst in _bursts(history, rank, fqn, clock, writers)]
+        clocks = [_Clock(history, rank, attempt) for attempt in range(len(history.starts))]
+        bursts = [b for clock in clocks for fqn in history.tables for b in _bursts(history, rank, fqn, clock, writers)]
 
         def burst(found: _Burst, rank: int = rank) -> Violation:
             publisher = history.scenario.publisher
@@ -79,15 +79,16 @@ class _Burst(NamedTuple):
 
 
 class _Clock:
-    """What a rank's cadence counts in: its own steps, or seconds of its monotonic clock, by lockstep step."""
+    """What a rank's cadence counts in: its own steps, or seconds of its monotonic clock, by the history's step."""
 
-    def __init__(self, history: History, rank: int) -> None:
+    def __init__(self, history: History, rank: int, attempt: int) -> None:
         publisher = history.scenario.publisher
         minutes = publisher.every_minutes
         self.period = float(publisher.every_steps) if minutes is None else 60.0 * minutes
         steps = history.of(f"rank{rank}", "step")
         count = "own_step" if minutes is None else "clock_s"
-        self.now = {e.step: float(e.data[count]) for e in steps if e.step is not None and count in e.data}
+        moments = ((history.moment(event), event.data) for event in steps if event.attempt == attempt)
+        self.now = {step: float(data[count]) for step, data in moments if step is not None and count in data}
         flushes = history.of(f"rank{rank}", "sdk-flush")
         self.failed_flushes = sum(1 for e in flushes if e.data.get("failed_batches") or e.data.get("errors"))
 

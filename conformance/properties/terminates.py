@@ -16,7 +16,8 @@ def terminates(history: History) -> Finding:
     (S09); a refused credential is retried for minutes (S47). Peers of a failed rank may be waiting for it in a
     collective: that is the launcher's to end, and no violation.
     """
-    finding = Finding("terminates", checked=len(history.outcomes), unit="ranks")
+    outcomes = [outcome for attempt in history.starts for outcome in attempt.outcomes]
+    finding = Finding("terminates", checked=len(outcomes), unit="ranks")
 
     def violation(outcome: RankOutcome) -> Violation:
         last = next((e.step for e in reversed(history.events) if e.rank == outcome.rank and e.step is not None), None)
@@ -30,7 +31,7 @@ def terminates(history: History) -> Finding:
             events=evidence.events_about(history, outcome.rank),
         )
 
-    finding.report([o for o in history.outcomes if o.status == "deadline"], violation)
+    finding.report([o for o in outcomes if o.status == "deadline"], violation)
     if not finding.checked:
         finding.reason = "no rank was started"
     return finding

@@ -19,12 +19,13 @@ from deltaproof.simulator import faults
 from deltaproof.simulator.history import (
     FINAL_SCHEMA,
     WRITES_SCHEMA,
+    Attempt,
     Event,
     History,
     LedgerTable,
     RankOutcome,
 )
-from deltaproof.simulator.scenario import PublisherConfig, Scenario, Table, Workload
+from deltaproof.simulator.scenario import PublisherConfig, Restart, Scenario, Table, Workload
 
 ATTEMPTS_MAX = 4
 
@@ -88,8 +89,24 @@ def failed(draw: st.DrawFn) -> History:
     return Model(scenario).run(strike)
 
 
+@st.composite
+def restarted(draw: st.DrawFn) -> History:
+    """Histories of jobs that a planned fault brought down in training, and that succeeded after a restart."""
+    scenario = draw(scenarios())
+    strike = faults.RankKill(
+        rank=draw(st.integers(0, scenario.world_size - 1)),
+        point="train.after-step",
+        nth=draw(st.integers(1, scenario.workload.steps)),
+    )
+    workload = msgspec.structs.replace(scenario.workload, checkpoint_every_steps=draw(st.integers(0, 3)))
+    scenario = msgspec.structs.replace(
+        scenario, workload=workload, faults=(*scenario.faults, strike), restarts=(Restart(),)
+    )
+    return Model(scenario).run(strike)
+
+
 def legal() -> st.SearchStrategy[History]:
-    return succeeded() | failed()
+    return succeeded() | failed() | restarted()
 
 
 class Model:
@@ -115,6 +132,11 @@ class Model:
         self.refusals = sum(f.count for f in scenario.faults if isinstance(f, faults.StoreError))
         self.refused = 0
         self.written = [0 for _ in ranks]
+        self.attempts: list[Attempt] = []
+        self.attempt = self.shift = self.restored = 0
+        self.begin_ms = self.now_ms
+        self.checkpoint: tuple[int, int, list[np.ndarray]] | None = None  # attempt, step, rows
+        self.checkpoint_of: int | None = None
         self.late: list[list[Batch]] = [[] for _ in ranks]  # batches that the network will deliver once more
 
     def _ledger(self, table: Table) -> LedgerTable:
@@ -139,13 +161,20 @@ class Model:
         )
 
     def run(self, strike: Strike | None = None) -> History:
+        while not self._attempt_job(strike) and len(self.attempts) <= len(self.scenario.restarts):
+            self._begin_again()
+            strike = None
+        return self._history()
+
+    def _attempt_job(self, strike: Strike | None) -> bool:
+        """One start of the job, from the step it was restored to; whether it succeeded."""
         self._event("rank-start")
-        for step in range(1, self.scenario.workload.steps + 1):
-            self.step = step
+        every = self.scenario.workload.checkpoint_every_steps
+        for step in range(self.restored + 1, self.scenario.workload.steps + 1):
             self._train(step)
             if strike is not None and strike.point == "train.after-step" and strike.nth == step:
                 self._bring_down(strike, step)
-                return self._history()
+                return self._ended(False)
             for rank in range(self.scenario.world_size):
                 if step % self.scenario.publisher.every_steps == 0:
                     self._dump(rank)
@@ -153,6 +182,8 @@ class Model:
                 self._event("after-step", rank, step, resident_bytes=resident_bytes, collectives={})
                 while self.queues[rank] and self.rng.random() < 0.5:  # the thread behind lags as it likes
                     self._send(rank)
+            if every and step % every == 0:
+                self.checkpoint = (self.attempt, step, [rows.copy() for rows in self.values])
         finishing = list(range(self.scenario.world_size))
         if strike is not None:  # training is over: peers need not notice
             finishing.remove(strike.rank)
@@ -163,9 +194,40 @@ class Model:
         while any(self.queues):
             self._send(int(self.rng.choice([r for r, queue in enumerate(self.queues) if queue])))
         for rank in finishing:
-            self.outcomes[rank] = RankOutcome(rank=rank, status="ok", exitcode=0)
+            self.outcomes[rank] = RankOutcome(rank=rank, status="ok", exitcode=0, attempt=self.attempt)
             self._event("rank-end", rank)
-        return self._history()
+        return self._ended(strike is None)
+
+    def _ended(self, well: bool) -> bool:
+        outcomes = [self.outcomes[rank] for rank in range(self.scenario.world_size)]
+        made_in = None if self.checkpoint is None or not self.attempt else self.checkpoint_of
+        self.attempts.append(
+            Attempt(
+                self.scenario.world_size, outcomes, self.shift, made_in, self.restored, self.begin_ms, self.now_ms + 1
+            )
+        )
+        return well
+
+    def _begin_again(self) -> None:
+        """Restore the newest checkpoint. A careful publisher then sends every row that may differ from the store's."""
+        steps = [[step for step, *_ in [*c, *lo]] for c, lo in zip(self.changes, self.lookups, strict=True)]
+        moment = 1 + max((step for each in steps for step in each), default=self.shift + self.restored)
+        self.checkpoint_of, self.restored, rows = self.checkpoint or (None, 0, [led.initial for led in self.ledgers])
+        self.attempt, self.shift = self.attempt + 1, moment - self.restored
+        self.begin_ms = self.now_ms = self.now_ms + 10
+        ranks = range(self.scenario.world_size)
+        self.queues, self.late, self.written = [[] for _ in ranks], [[] for _ in ranks], [0 for _ in ranks]
+        self.ts = [max(self.ts) + int(self.rng.integers(1, 50)) for _ in ranks]
+        self.tracked = [[set() for _ in self.ledgers] for _ in ranks]
+        for index, ledger in enumerate(self.ledgers):
+            for key in range(len(ledger.initial)):
+                if rows[index][key].tobytes() != self.values[index][key].tobytes():
+                    self.changes[index].append((moment, key, rows[index][key].copy()))
+            self.values[index] = rows[index].copy()
+            for key in {key for _, _, key in self.lookups[index]}:
+                host = int(ledger.host[key])
+                self.tracked[host if host >= 0 else key % self.scenario.world_size][index].add(key)
+        self._event("restored", step=self.restored)
 
     def _train(self, step: int) -> None:
         for index, table in enumerate(self.scenario.tables):
@@ -173,7 +235,7 @@ class Model:
             for rank in range(self.scenario.world_size):
                 count = int(self.rng.integers(0, self.scenario.workload.batch_size + 1))
                 for key in self.rng.integers(0, table.rows, count).tolist():
-                    self.lookups[index].append((step, rank, key))
+                    self.lookups[index].append((self.shift + step, rank, key))
                     touched.add(key)
                     host = int(self.ledgers[index].host[key])
                     self.tracked[rank if host < 0 else host][index].add(key)
@@ -189,7 +251,7 @@ class Model:
                     new = np.copysign(np.zeros(table.dim, np.float32), new)  # 0.0 and -0.0 differ
                 if new.tobytes() != self.values[index][key].tobytes():
                     self.values[index][key] = new
-                    self.changes[index].append((step, key, new.copy()))
+                    self.changes[index].append((self.shift + step, key, new.copy()))
         for rank in self.rng.permutation(self.scenario.world_size).tolist():
             self._event("step", rank, step, own_step=step, clock_s=float(step))
 
@@ -264,7 +326,11 @@ class Model:
             self._event("error", strike.rank, step, message="injected")
         text = "" if killed else f"InjectedFault: rank {strike.rank} raises at {strike.point}, passage {strike.nth}"
         self.outcomes[strike.rank] = RankOutcome(
-            rank=strike.rank, status="killed" if killed else "error", exitcode=-9 if killed else 1, error=text
+            rank=strike.rank,
+            status="killed" if killed else "error",
+            exitcode=-9 if killed else 1,
+            error=text,
+            attempt=self.attempt,
         )
         self._event("rank-exit", strike.rank, who="supervisor")
 
@@ -278,16 +344,25 @@ class Model:
                 self._send(rank)
             if self.rng.random() < 0.5:
                 self._event("error", rank, step, message="peer")
-                outcome = RankOutcome(rank=rank, status="error", exitcode=1, error="RuntimeError: closed by peer")
+                text = "RuntimeError: closed by peer"
+                outcome = RankOutcome(rank=rank, status="error", exitcode=1, error=text, attempt=self.attempt)
             else:
-                outcome = RankOutcome(rank=rank, status="ended", exitcode=-9)
+                outcome = RankOutcome(rank=rank, status="ended", exitcode=-9, attempt=self.attempt)
             self.outcomes[rank] = outcome
 
     def _event(self, kind: str, rank: int | None = None, step: int | None = None, who: str = "", **data: Any) -> None:
         for one in range(self.scenario.world_size) if rank is None else (rank,):
             self.now_ms += 1
             self.events.append(
-                Event(t_ms=self.now_ms, who=who or f"rank{one}", kind=kind, rank=one, step=step, data=data)
+                Event(
+                    t_ms=self.now_ms,
+                    who=who or f"rank{one}",
+                    kind=kind,
+                    rank=one,
+                    step=step,
+                    data=data,
+                    attempt=0 if who == "store" else self.attempt,
+                )
             )
 
     def _history(self) -> History:
@@ -306,6 +381,7 @@ class Model:
                 lookup_steps=lookup_array[:, 0],
                 lookup_ranks=lookup_array[:, 1].astype(np.int32),
                 lookup_keys=lookup_array[:, 2],
+                since=self.attempts[-1].since,
             )
         fired = [self.refused if isinstance(f, faults.StoreError) else 1 for f in self.scenario.faults]
         return with_writes(
@@ -314,7 +390,8 @@ class Model:
                 target="model",
                 engine="none",
                 events=self.events,
-                outcomes=[self.outcomes[rank] for rank in range(self.scenario.world_size)],
+                outcomes=self.attempts[-1].outcomes,
+                attempts=self.attempts if len(self.attempts) > 1 else [],
                 tables=tables,
                 manifest={fqn: fqn for fqn in tables},
                 writes=pa.Table.from_pylist([], WRITES_SCHEMA),

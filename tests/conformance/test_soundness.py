@@ -14,13 +14,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from deltaproof.conformance import evidence
 from deltaproof.conformance.judge import judge
 from deltaproof.conformance.properties import PROPERTIES
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator import faults
 from deltaproof.simulator.history import Event, History, Leak, RankOutcome
+from deltaproof.simulator.scenario import Scenario, Workload
 
-from .histories import failed, legal, rows_of, succeeded, touched_keys, with_writes
+from .histories import Model, failed, legal, restarted, rows_of, succeeded, touched_keys, with_writes
 
 Breaker = Callable[[History, random.Random], History | None]
 
@@ -42,6 +44,55 @@ def test_a_legal_history_is_never_reported(history: History) -> None:
     if history.succeeded and any(True for _ in touched_keys(history)):
         assert report.verdict is Verdict.HELD
         assert report.rows_compared == sum(1 for _ in touched_keys(history))
+
+
+# ------------------------------------------------------------------------------------------- a restart leaves a remnant
+def surviving_row_dropped(history: History, chance: random.Random) -> History | None:
+    """The store lacks a row that the restored or further trained model was trained on."""
+    keys = [
+        (ledger.embedding_name, key)
+        for ledger in history.tables.values()
+        for key in set(ledger.lookup_keys[evidence.survived(history, ledger.lookup_steps)].tolist())
+    ]
+    found = chance_of(chance, keys)
+    rows = rows_of(history)
+    return None if found is None else with_writes(history, [r for r in rows if (r["pk"], r["sk"]) != found])
+
+
+def discarded_value_served(history: History, chance: random.Random) -> History | None:
+    """The store serves what a discarded step had made of a row."""
+    candidates = []
+    for ledger in history.tables.values():
+        lost = ~evidence.survived(history, ledger.steps) & (ledger.steps < ledger.since)
+        for key, value in zip(ledger.keys[lost].tolist(), ledger.values[lost], strict=True):
+            if value.tobytes() != ledger.final[key].tobytes():
+                candidates.append((ledger.embedding_name, key, value))
+    found, rows = chance_of(chance, candidates), rows_of(history)
+    if found is None or not rows:
+        return None
+    return with_writes(
+        history, [*rows, {**rows[-1], "pk": found[0], "sk": found[1], "embedding": found[2], "ts": 10**9}]
+    )
+
+
+RESTART_BREAKERS: list[Breaker] = [surviving_row_dropped, discarded_value_served]
+
+
+@pytest.mark.parametrize("breaker", RESTART_BREAKERS)
+@given(history=restarted(), chance=st.randoms(use_true_random=False))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+def test_what_a_restart_leaves_behind_is_reported(breaker: Breaker, history: History, chance: random.Random) -> None:
+    broken = breaker(history, chance)
+    assume(broken is not None)
+    assert broken is not None
+    assert PROPERTIES["restart-converges"](broken).verdict is Verdict.BROKEN
+    assert PROPERTIES["no-lost-rows"](broken).verdict is Verdict.NOT_EXERCISED
+
+
+def test_only_a_job_that_was_restarted_is_asked_whether_it_converged() -> None:
+    finding = PROPERTIES["restart-converges"](Model(Scenario(workload=Workload(steps=2))).run())
+    assert finding.verdict is Verdict.NOT_EXERCISED
+    assert finding.reason == "the job was not restarted"
 
 
 # ---------------------------------------------------------------------------------------------------- rows are lost
