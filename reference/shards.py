@@ -295,7 +295,7 @@ class ShardWriter:
         few = [name for name in schema.names if name not in ("key_id", "embedding")]
         if schema.field("embedding").type == pa.list_(pa.uint8()):
             few.append("embedding.list.element")  # Parquet has no smaller number than int32, but a dictionary has
-        with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=few, write_page_checksum=True) as file:
+        with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=few, write_statistics=False) as file:
             for start, end in pairwise(_group_ends(table, stamps)):
                 rows = table.slice(start, end - start)
                 rows = rows.append_column("embedding_name", self._published(rows["table_fqn"]))
