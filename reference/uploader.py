@@ -262,7 +262,7 @@ class Uploader:
             self._stop()
             self._spill_rest()
         with self._changed:
-            if self._jobs or self._failure:
+            if self._jobs:
                 raise self._error(self._failure or why)
 
     def _check_rows(self, step: int, table: pa.Table) -> None:
