@@ -64,18 +64,18 @@ class Pause:
     """Says whether this thread evaluates. Kept in a context variable, which `asyncio.to_thread` passes on too."""
 
     def __init__(self) -> None:
-        self._depth = ContextVar("evaluations", default=0)
+        self._held = ContextVar("evaluates", default=False)
 
     def __bool__(self) -> bool:
-        return self._depth.get() > 0
+        return self._held.get()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        token = self._depth.set(self._depth.get() + 1)
+        token = self._held.set(True)
         try:
             yield
         finally:
-            self._depth.reset(token)
+            self._held.reset(token)
 
 
 class Cadence:

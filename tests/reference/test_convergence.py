@@ -677,11 +677,10 @@ def s26(self: Any, original: Any = Dumper._collect) -> Any:
 
 
 @contextlib.contextmanager
-def s29_never_ends(self: Any) -> Iterator[None]:
-    depth = self.__dict__["_depth"]
-    depth.set(depth.get() + 1)
+def s29_never_ends(self: Pause) -> Iterator[None]:
+    token = self._held.set(True)
     yield
-    depth.set(depth.get() - 1)
+    self._held.reset(token)
 
 
 def s44(self: Any, touched: Any, original: Any = Dumper._targets) -> Any:

@@ -72,19 +72,34 @@ def keys_in(packed: bytes) -> list[int]:
 # -- the state ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_names_what_is_tracked_and_what_is_not_acknowledged_and_takes_nothing_away(place: Place) -> None:
+@pytest.fixture
+def gate(place: Place, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is sent to the store until this is set."""
+    opened, write = threading.Event(), DynamicEmbeddingFeatureView.write_features_arrow
+
+    def write_when_open(view: Any, **how: Any) -> None:
+        assert opened.wait(place.kit.deadline_s)
+        write(view, **how)
+
+    monkeypatch.setattr(DynamicEmbeddingFeatureView, "write_features_arrow", write_when_open)
+    return opened
+
+
+def test_a_state_names_what_is_tracked_and_what_is_not_acknowledged_and_takes_nothing_away(
+    place: Place, gate: threading.Event
+) -> None:
     source, publisher = place.started()
-    place.plan.set([StatusFault(id="down", code=503, count=10**6)])
     source.train(T, [1, 2], 1.0)
     source.train(DP, [5], 1.0)
     publisher.after_step(5)  # queued, and not acknowledged
     source.train(T, [2, 3], 2.0)  # tracked
     first = publisher.state_dict()
-    assert publisher.state_dict() == first | {"watermark_ms": first["watermark_ms"]}
+    again = publisher.state_dict()
+    assert again == first | {"watermark_ms": again["watermark_ms"]}
     assert {fqn: keys_in(keys) for fqn, keys in first["pending"].items()} == {T: [1, 2, 3], DP: [5]}
     assert {fqn: keys_in(keys) for fqn, keys in first["replicated"].items()} == {DP: [5]}
     assert (first["rank"], first["world_size"], first["step"], first["version"]) == (0, 1, 5, "v1")
-    place.plan.set([])
+    gate.set()
     publisher.finish(6)
     assert place.stored() == {(T, 1): 1.0, (T, 2): 2.0, (T, 3): 2.0, (DP, 5): 1.0}
     last = publisher.state_dict(7)
@@ -260,16 +275,10 @@ def test_replicated_rows_published_before_the_restart_are_read_again_at_the_end(
 
 
 def test_a_job_that_goes_back_lets_its_queue_arrive_before_it_reads_what_to_repair(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    awaited, drain, flush = threading.Event(), Uploader.drain, DynamicEmbeddingFeatureView.write_flush
-
-    def flush_when_awaited(view: Any) -> Any:
-        assert awaited.wait(place.kit.deadline_s)
-        return flush(view)
-
-    monkeypatch.setattr(DynamicEmbeddingFeatureView, "write_flush", flush_when_awaited)
-    monkeypatch.setattr(Uploader, "drain", lambda uploader: (awaited.set(), drain(uploader)))
+    drain = Uploader.drain
+    monkeypatch.setattr(Uploader, "drain", lambda uploader: (gate.set(), drain(uploader)))
     source, publisher = place.started()
     state = publisher.state_dict()
     source.train(T, [1], 3.0)
@@ -319,9 +328,10 @@ def test_rows_that_no_rank_can_host_stay_and_are_counted(place: Place, caplog: p
             {"pk": [name] * 2, "sk": pa.array(keys), "embedding": pa.array([[7.0, 7.0]] * 2, pa.list_(pa.float32()))}
         )
         place.store.write("deltaproof", "v", rows, version="v1", ts=2 * 10**12)
-    _, publisher = place.publisher()
-    publisher.load_state_dict(state)
-    publisher.start()
+    for rank in (1, 0):  # of which the second alone speaks
+        _, publisher = place.publisher(rank=rank, world_size=2)
+        publisher.load_state_dict(state)
+        publisher.start()
     publisher.finish(1)
     assert place.stored() == {("old.table", 1): 7.0, ("old.table", 2): 7.0, (T, 4): 0.0, (T, 9): 7.0}
     [text] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
