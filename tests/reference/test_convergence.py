@@ -45,6 +45,7 @@ ROWS = {  # table: (owner, rows, sharding); the second is published under its tw
 FQNS = {table: f"{owner}.embedding_bags.{table}" for table, (owner, _, _) in ROWS.items()}
 NAMES = {table: full.replace("ebc_user", "ebc") for table, full in FQNS.items()}
 DIM = 2
+pytestmark = pytest.mark.timeout(300)  # seconds, of which an idle machine needs a few
 
 
 class Simulation:
