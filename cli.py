@@ -406,7 +406,8 @@ def readback(
         if report.verdicts.get("UNDECIDED"):
             out.print("UNDECIDED: other bits, and this SDK does not tell ts: DIFFERENT or SUPERSEDED")
         for example in report.examples:
-            out.print(Text(json.dumps(example, ensure_ascii=False)), soft_wrap=True)
+            brief = {name: value[:8] if isinstance(value, list) else value for name, value in example.items()}
+            out.print(Text(json.dumps(brief, ensure_ascii=False)), soft_wrap=True)
         _print_unread(report.damaged, report.unverified)
         verdict = "they do not agree" if report.compared or report.damaged else "nothing was compared"
         out.print(Text("store and shards agree", "green") if report.agrees else Text(verdict, "bold red"))
@@ -618,9 +619,9 @@ def _print_unread(damaged: dict[str, str], unverified: list[str]) -> None:
 
 
 def _finish_shards(command: str, where: str, told: dict[str, Any], json_file: str | None, code: int) -> None:
-    document = json.dumps({"command": command, "shards_in": where, **told}, indent=2, ensure_ascii=False)
+    document = _json_text({"command": command, "shards_in": where, **told})
     if json_file == "-":
-        print(document)
+        print(document, flush=True)
     elif json_file is not None:
         with _bad_input_told():
             Path(json_file).write_text(document + "\n")
@@ -750,6 +751,10 @@ def _report_json(report: Report) -> dict[str, Any]:
 
 
 def _print_json(value: Any) -> None:
+    print(_json_text(value), flush=True)
+
+
+def _json_text(value: Any) -> str:
     def plain(item: Any) -> Any:
         """JSON has no NaN and no infinity: they become text."""
         if hasattr(item, "tolist"):
@@ -762,7 +767,7 @@ def _print_json(value: Any) -> None:
             return str(item)
         return item if item is None or isinstance(item, str | int | float) else str(item)
 
-    print(json.dumps(plain(value), indent=2, allow_nan=False), flush=True)
+    return json.dumps(plain(value), indent=2, allow_nan=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- main
