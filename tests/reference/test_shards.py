@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -541,3 +542,15 @@ def test_shards_without_a_manifest_are_counted_and_other_files_left_alone(kit: A
     (tmp_path / "rank-0-of-1.json.tmp").write_text("{")
     found = find(Files(str(tmp_path)))
     assert (found.entries, found.damaged, found.unverified) == ([], {}, [entry.shard])
+
+
+def test_an_object_store_that_has_less_than_it_was_given_is_not_believed(tmp_path: Path) -> None:
+    files = Files(str(tmp_path))
+    told = types.SimpleNamespace(size=3)
+    store = types.SimpleNamespace(
+        open_output_stream=lambda path: pa.BufferOutputStream(), get_file_info=lambda path: told
+    )
+    files._is_local, files._system = False, store
+    files.write("three", b"abc")
+    with pytest.raises(OSError, match="wrote 4 bytes to 'four', and the object store says it has 3"):
+        files.write("four", b"abcd")
