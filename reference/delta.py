@@ -97,9 +97,7 @@ def make_delta(
     # One block of each constant column, which every chunk shares: filling them for all rows would cost more than rows.
     constants: list[object] = [step, rank, world_size, feature_name, fqn, source]
     names = [name for name in _COLUMNS if name not in ("key_id", "embedding")]
-    blocks = {
-        name: pa.repeat(pa.scalar(value, _COLUMNS[name]), size) for name, value in zip(names, constants, strict=True)
-    }
+    blocks = {name: _repeat(value, _COLUMNS[name], size) for name, value in zip(names, constants, strict=True)}
     offsets = pa.array(np.arange(size + 1, dtype=np.int32) * np.int32(width))
     chunks = []
     for start in range(0, len(keys), size):
@@ -110,6 +108,12 @@ def make_delta(
         columns["embedding"] = pa.ListArray.from_arrays(offsets.slice(0, count + 1), flat)
         chunks.append(pa.RecordBatch.from_arrays([columns[name] for name in _COLUMNS], schema=schema))
     return pa.Table.from_batches(chunks, schema=schema)
+
+
+def _repeat(value: object, kind: pa.DataType, count: int) -> pa.Array:
+    if isinstance(value, str):
+        return pa.repeat(pa.scalar(value, kind), count)
+    return pa.array(np.full(count, value, kind.to_pandas_dtype()))  # a third of the time
 
 
 def quantise(rows: Rows) -> Bytes:

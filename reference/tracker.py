@@ -298,19 +298,18 @@ class TorchRecSource:
         return rows.numpy()
 
     def _global_keys(self, key: str, local: Keys) -> Keys:
-        """Local ids plus the shard's offset; raw ids and keys of dynamic tables as they are."""
+        """Local ids (sorted, at least one) plus the shard's offset; raw ids and dynamic tables' keys as they are."""
         if key in self._zch or key in self._elsewhere:
             return local
         shard, first_row = self._shard(key), self._first_row(key)
-        outside = local[(local < 0) | (local >= shard.rows)]
-        if len(outside):
+        if local[0] < 0 or local[-1] >= shard.rows:  # they are sorted
             raise DeltaError(
                 f"id outside this rank's {shard.rows} rows from row {first_row}",
                 table=key,
-                key=int(outside[0]) + first_row,
+                key=int(local[0 if local[0] < 0 else -1]) + first_row,
                 step=None,
             )
-        return local + first_row
+        return local + first_row if first_row else local
 
     def _dealt_here(self, key: str, raw_ids: Keys) -> Mask:
         """Which raw ids the model deals to this rank, by the operation that it deals them with itself."""
