@@ -22,8 +22,9 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torchrec
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
@@ -72,7 +73,7 @@ def batch() -> torchrec.KeyedJaggedTensor:
 def save(folder: Path, step: int, model: torch.nn.Module, publisher: Publisher) -> None:
     """A checkpoint of model and publisher, whole or not there: its folder gets its name when all ranks have written."""
     unfinished = folder / f"unfinished-{step:09d}"
-    dcp.save({"model": model.state_dict()}, checkpoint_id=unfinished)
+    save_sharded({"model": model.state_dict()}, checkpoint_id=unfinished)
     torch.save(publisher.state_dict(step), unfinished / f"publisher-{dist.get_rank()}.pt")
     dist.barrier()
     if dist.get_rank() == 0:
@@ -87,7 +88,7 @@ def restore(folder: Path, model: torch.nn.Module, publisher: Publisher) -> int:
         publisher.start_over()  # what the version holds, if anything, was published by a job that saved nothing
         return 0
     weights = model.state_dict()
-    dcp.load({"model": weights}, checkpoint_id=newest)
+    load_sharded({"model": weights}, checkpoint_id=newest)
     model.load_state_dict(weights)
     states = [torch.load(path, weights_only=True) for path in newest.glob("publisher-*.pt")]
     publisher.load_state_dict(states)  # of all ranks, however many there are now

@@ -278,7 +278,12 @@ def test_a_job_that_goes_back_lets_its_queue_arrive_before_it_reads_what_to_repa
     place: Place, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drain = Uploader.drain
-    monkeypatch.setattr(Uploader, "drain", lambda uploader: (gate.set(), drain(uploader)))
+
+    def open_and_drain(uploader: Uploader) -> None:
+        gate.set()
+        drain(uploader)
+
+    monkeypatch.setattr(Uploader, "drain", open_and_drain)
     source, publisher = place.started()
     state = publisher.state_dict()
     source.train(T, [1], 3.0)

@@ -141,9 +141,9 @@ def test_settings_changed_later_are_checked_again() -> None:
 
 @pytest.mark.parametrize("name", ["retain", "spill"])
 def test_a_place_for_shards_takes_no_login(name: str) -> None:
-    assert getattr(Settings(**GOOD, **{name: "s3://bucket/a@b"}), name) == "s3://bucket/a@b"
+    assert getattr(Settings(**(GOOD | {name: "s3://bucket/a@b"})), name) == "s3://bucket/a@b"
     with pytest.raises(ValueError, match=f"setting {name} holds a login") as caught:
-        Settings(**GOOD, **{name: "s3://AKIA:hunter2@bucket/prefix"})
+        Settings(**(GOOD | {name: "s3://AKIA:hunter2@bucket/prefix"}))
     assert "hunter2" not in str(caught.value)
 
 
