@@ -163,7 +163,7 @@ class DynamicEmbeddingFeatureView:
 
     def _check_mode(self, write_mode: str) -> None:
         if write_mode != "MERGE":
-            raise ValueError(f"view {self.name}: write_mode {write_mode!r}, this fake knows MERGE only")
+            raise ValueError(f"view {self.name}: write_mode {inputs.shown(write_mode)}, this fake knows MERGE only")
 
     def write_flush(self) -> dict[str, Any]:
         """Wait for every queued request (each is bounded by its timeouts) and sum up since the last flush.
@@ -269,9 +269,8 @@ class Project:
     def create_entity(self, name: str, join_id: str, parent_feature_entity_name: str | None = None) -> Entity:
         """Raises TransportError (AlreadyExists, EntityNotFound for the parent, InvalidParameter)."""
         parent = parent_feature_entity_name or ""
-        spec = EntitySpec(self.name, name, join_id, parent)
         with _refusals():
-            spec.check()
+            spec = EntitySpec(self.name, inputs.name("entity", name), inputs.name("join id", join_id), parent)
             if parent and not inputs.is_name(parent):
                 raise EntityNotFound(f"no entity {inputs.shown(parent)} in project {self.name!r}")
         self._transport.create_entity(spec)
@@ -297,29 +296,34 @@ class Project:
     ) -> DynamicEmbeddingFeatureView:
         """Create the view and open it. Raises ValueError for other field types, TransportError (AlreadyExists, …)."""
         wanted = ((pk_field_type, ("STRING",)), (sk_field_type, ("INT64",)), (embedding_field_type, tuple(FIELD_TYPES)))
+        with _refusals():
+            names = [
+                inputs.name("view", name),
+                inputs.name("entity", entity.name if isinstance(entity, Entity) else entity),
+                *(inputs.name("field", field) for field in (pk_field_name, sk_field_name, embedding_field_name)),
+            ]
+            numbers = [
+                inputs.setting(f"view {name}: {what}", number)
+                for what, number in (
+                    ("ttl", ttl),
+                    ("shard_count", shard_count),
+                    ("replication_count", replication_count),
+                )
+            ]
         for kind, known in wanted:
             if _type_name(kind) not in known:
                 raise ValueError(f"view {name}: field type {_type_name(kind)!r}, want {' or '.join(known)}")
-        spec = ViewSpec(
-            self.name,
-            name,
-            entity.name if isinstance(entity, Entity) else entity,
-            pk_field_name,
-            sk_field_name,
-            embedding_field_name,
-            FIELD_TYPES[_type_name(embedding_field_type)],  # type: ignore[arg-type]
-            inputs.integer(ttl),
-            inputs.integer(shard_count),
-            inputs.integer(replication_count),
-        )
+        value_type = FIELD_TYPES[_type_name(embedding_field_type)]
         with _refusals():
+            spec = ViewSpec(self.name, *names, value_type, *numbers)  # type: ignore[call-arg,arg-type,misc]
             spec.check()
         self._transport.create_view(spec)
         return DynamicEmbeddingFeatureView(self._transport, spec)
 
 
 def _type_name(kind: Any) -> str:
-    return str(getattr(kind, "value", kind))
+    value = getattr(kind, "value", kind)
+    return value if isinstance(value, str) else inputs.shown(value)
 
 
 class FeatureStoreClient:

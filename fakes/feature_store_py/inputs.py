@@ -35,9 +35,11 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def integer(value: Any) -> Any:
-    """An integer as a plain int; anything else as it is, to be refused by whoever checks it."""
-    return operator.index(value) if is_integer(value) else value
+def setting(what: str, value: object) -> int:
+    """A number among a view's settings; its range is checked with the view. Raises InvalidParameter."""
+    if not is_integer(value) or not INT64_MIN <= value <= INT64_MAX:
+        raise InvalidParameter(f"{what} {shown(value)}: want an integer")
+    return operator.index(value)
 
 
 def version(value: object) -> str:
@@ -63,17 +65,26 @@ def _milliseconds(what: str, value: object, low: int) -> int:
     return operator.index(value)
 
 
+def name(what: str, value: object) -> str:
+    """The name of an object of the catalogue. Raises InvalidParameter."""
+    if not isinstance(value, str):
+        raise InvalidParameter(f"{what} {shown(value)}: want a str, got a {type(value).__name__}")
+    return str.__str__(check_name(what, value))
+
+
 def is_name(value: object) -> TypeGuard[str]:
     """Whether an object of the catalogue can have this name."""
     try:
-        check_name("object", value)
+        name("object", value)
     except InvalidParameter:
         return False
     return True
 
 
-def login(username: str, password: str) -> None:
+def login(username: object, password: object) -> None:
     """Raises ValueError, which quotes no password."""
+    if not isinstance(username, str) or not isinstance(password, str):
+        raise ValueError("featuredb_username and featuredb_password are needed, each a str")
     if not username.isprintable() or len(username) > USERNAME_CHARS_MAX or ":" in username:
         raise ValueError(
             f"featuredb_username {shown(username)}: want at most {USERNAME_CHARS_MAX} printable characters and no colon"
