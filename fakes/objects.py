@@ -112,11 +112,7 @@ class ErrorFault(ObjectFault, tag="error", kw_only=True, frozen=True):
         if spec is None or spec.status is None:
             known = ", ".join(code for code, row in OBJECT_ERRORS.items() if row.status is not None)
             raise InvalidParameter(f"fault {self.id}: no error {self.code[:40]!r}; want one of {known}")
-        if self.when == "after-commit" and spec.applied == "no":
-            raise InvalidParameter(
-                f"fault {self.id}: {self.code} tells a client that nothing was applied, so it cannot come after the "
-                "commit; use InternalError or ServiceUnavailable"
-            )
+        self.check_truth(self.when, spec.applied, self.code, "InternalError or ServiceUnavailable")
         if self.in_reply and self.operation not in ("CompleteMultipartUpload", "CopyObject"):
             raise InvalidParameter(
                 f"fault {self.id}: only CompleteMultipartUpload and CopyObject answer 200 with an error in the body, "

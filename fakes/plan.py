@@ -24,7 +24,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from .errors import InvalidParameter
+from .errors import Applied, InvalidParameter
 
 COUNT_MAX: Final = 2**31
 DELAY_MS_MAX: Final = 600_000
@@ -70,6 +70,14 @@ class Planned(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
         """Raise InvalidParameter unless the field lies within; the default is that of a time in ms."""
         if not low <= value <= high:
             raise InvalidParameter(f"fault {self.id}: {name} {value}, want {low} to {high}")
+
+    def check_truth(self, when: str, applied: Applied, what: str, instead: str) -> None:
+        """Raise InvalidParameter for an answer after the commit that tells a client that nothing was applied."""
+        if when == "after-commit" and applied == "no":
+            raise InvalidParameter(
+                f"fault {self.id}: {what} tells a client that nothing was applied, so it cannot come after the commit; "
+                f"use {instead}"
+            )
 
     def check_known(self, what: str, name: str, known: Collection[str]) -> None:
         """Raise InvalidParameter unless ``name`` is one of ``known``."""

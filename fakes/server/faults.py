@@ -107,11 +107,8 @@ class StatusFault(Fault, tag="status", kw_only=True, frozen=True):
     def check(self) -> None:
         super().check()
         self.check_range("status", self.code, 400, 599)
-        if self.when == "after-commit" and ERRORS[code_for_status(self.code)].applied == "no":
-            raise InvalidParameter(
-                f"fault {self.id}: status {self.code} tells a client that nothing was applied, so it cannot come "
-                "after the commit; use 500, 502, 503 or 504"
-            )
+        applied = ERRORS[code_for_status(self.code)].applied
+        self.check_truth(self.when, applied, f"status {self.code}", "500, 502, 503 or 504")
         if self.retry_after_s is not None:
             self.check_range("retry_after_s", self.retry_after_s, 0, DELAY_MS_MAX / 1000)
 

@@ -22,6 +22,7 @@ from ..store import ViewSpec, write_schema
 
 ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 _RECORD_BATCH: Final = 3  # MessageHeader union (Arrow format, Message.fbs)
+SCHEMA_BYTES_MAX: Final = 2**16  # three columns take some hundred bytes
 BATCHES_MAX: Final = 10_000  # of an Arrow stream: each costs some KiB, whatever it holds
 JSON_WINDOW_BYTES: Final = 2**20
 _NUMBERS_MAX: Final = 2**16  # at a time as Python objects
@@ -87,6 +88,8 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
     try:
         messages: list[Any] = []
         for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
+            if not messages and message.metadata.size > SCHEMA_BYTES_MAX:
+                raise MalformedBody(f"Arrow: a schema of over {SCHEMA_BYTES_MAX} bytes; send the columns alone")
             if len(messages) > BATCHES_MAX:
                 raise MalformedBody(f"Arrow: over {BATCHES_MAX} batches in one stream; send fewer, larger ones")
             messages.append(message)
@@ -106,15 +109,12 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
         _ = schema.names  # decoded here, so that one that is no UTF-8 (ValueError) is found here
         for batch in batches:
             batch.validate(full=True)
-    except (pa.ArrowException, OSError, MemoryError, ValueError, struct.error, IndexError, TypeError) as error:
-        raise MalformedBody(f"Arrow: not a valid IPC stream ({str(error)[:200]})") from None
-    if len(batches) == 1:
-        return batches[0]
-    try:
+        if len(batches) == 1:
+            return batches[0]
         merged = pa.Table.from_batches(batches, schema=schema).combine_chunks().to_batches()
-    except (pa.ArrowException, ValueError) as error:
-        raise MalformedBody(f"Arrow: batches cannot be joined ({str(error)[:200]})") from None
-    return merged[0] if merged else pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+        return merged[0] if merged else pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
+    except (pa.ArrowException, OSError, ValueError, struct.error, IndexError, TypeError) as error:
+        raise MalformedBody(f"Arrow: not a valid IPC stream ({str(error)[:200]})") from None
 
 
 class _Sink:
