@@ -2,7 +2,7 @@
 
 Of each key, the shards' row of the greatest ts counts. Shards are read row group by row group, three times: to verify
 them, to find the greatest ts of each key, and to compare or send those rows. Besides one row group only keys and ts are
-held, of `KEYS_MAX` keys or about twice that: where there are more, the last two readings are repeated, each time for
+held, of `Survey.keys_max` keys or twice that: where there are more, the last two readings are repeated, each time for
 another share of the keys.
 """
 
@@ -26,7 +26,6 @@ from .delta import SCHEMAS, Mask
 from .shards import Damaged, Entry, Files, Found, State, folder_name, verify
 from .uploader import Uploader, UploadError
 
-KEYS_MAX = 1 << 23
 LOOKUP_ROWS = 5_000
 EXAMPLES_MAX = 10  # per verdict
 ABSENT, UNTOLD = -1, -2  # in place of a ts: the store has no row; the SDK does not say
@@ -120,17 +119,10 @@ class Survey:
         sample: so many keys, drawn by `seed`, held together; None for all.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        found: Found,
-        state: State,
-        *,
-        sample: int | None = None,
-        seed: int = 0,
-        keys_max: int = KEYS_MAX,
-    ) -> None:
-        self._files, self._sample, self._seed, self._keys_max = files, sample, seed, keys_max
+    keys_max = 1 << 23  # held at a time, besides as many that wait to be merged with them
+
+    def __init__(self, files: Files, found: Found, state: State, sample: int | None = None, seed: int = 0) -> None:
+        self._files, self._sample, self._seed = files, sample, seed
         self.damaged, self.rows_damaged = dict(found.damaged), 0
         self.entries = [e for e in found.entries if e.manifest.state == state and self._is_sound(e)]
         self.rows = sum(entry.manifest.rows for entry in self.entries)
@@ -154,7 +146,7 @@ class Survey:
                 mine = self._numbers(name, keys) % np.uint64(count) == which
                 newest[name].add(keys[mine], ts[mine])
                 waiting += int(np.count_nonzero(mine))
-                if waiting > self._keys_max:
+                if waiting > self.keys_max:
                     count, waiting = self._settle(newest, count, which, todo), 0
             self._settle(newest, count, which, todo)
             yield newest
@@ -172,7 +164,7 @@ class Survey:
             for table, its_numbers in zip(newest.values(), numbers, strict=True):
                 table.keep(np.isin(its_numbers, least))
             return count
-        while sum(len(table.keys) for table in newest.values()) > self._keys_max:
+        while sum(len(table.keys) for table in newest.values()) > self.keys_max:
             todo.append((2 * count, which + count))
             count *= 2
             for name, table in newest.items():

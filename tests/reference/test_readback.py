@@ -190,11 +190,10 @@ store_rows = st.dictionaries(keys, st.tuples(stamps, values), max_size=18)
 class Noting(Survey):
     """Keeps the verdict of each key, of a readback with room for few keys."""
 
-    keys_max = 8
     verdicts: dict[Key, str]
 
     def __init__(self, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how, keys_max=self.keys_max)
+        super().__init__(*args, **how)
         Noting.verdicts = {}
 
     def shares(self) -> Iterator[dict[str, Newest]]:
@@ -267,7 +266,8 @@ def test_a_sample_is_that_many_keys_the_same_for_the_same_seed(kit: Any, sample:
         many_rows(place, 60)
         drawn = []
         for _ in range(2):
-            survey = Survey(place.files, find(place.files), "acknowledged", sample=sample, seed=seed, keys_max=10)
+            survey = Survey(place.files, find(place.files), "acknowledged", sample=sample, seed=seed)
+            survey.keys_max = 10
             [share] = survey.shares()
             drawn.append({name: newest.keys.tolist() for name, newest in share.items()})
             for name, newest in share.items():
