@@ -118,13 +118,13 @@ class Publisher:
             spill=spill,
         )
         self._uploader.start()
-        if spill is not None:
-            self._uploader.catch_up(spill.ts_floor())
         self._dumper.discard()
         if self._restart is not None:
             self._begin_restart(self._uploader, self._restart)
         elif self._rank == 0:
             self._earlier_ts = self._uploader.ts_last
+        if spill is not None:
+            self._uploader.catch_up(spill.ts_floor())
         self._cadence = Cadence(self._settings, self._clock)
 
     def after_step(self, step: int) -> None:
@@ -322,10 +322,8 @@ class Publisher:
         """Keeps deltas under this generation's name."""
         if where is None or self.generation is None:
             return None
-        files, settings = Files(where), self._settings
-        return ShardWriter(
-            files, settings, self._rank, self._world_size, self.generation, names=self._names, state=state
-        )
+        owner = (self._settings, self._rank, self._world_size, self.generation)
+        return ShardWriter(Files(where), *owner, names=self._names, state=state)
 
     def _new_generation(self) -> str:
         return f"{int(self._clock.time() * 1000):013d}-{uuid.uuid4().hex[:8]}"
