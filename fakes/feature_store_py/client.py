@@ -296,26 +296,24 @@ class Project:
     ) -> DynamicEmbeddingFeatureView:
         """Create the view and open it. Raises ValueError for other field types, TransportError (AlreadyExists, …)."""
         wanted = ((pk_field_type, ("STRING",)), (sk_field_type, ("INT64",)), (embedding_field_type, tuple(FIELD_TYPES)))
-        with _refusals():
-            names = [
-                inputs.name("view", name),
-                inputs.name("entity", entity.name if isinstance(entity, Entity) else entity),
-                *(inputs.name("field", field) for field in (pk_field_name, sk_field_name, embedding_field_name)),
-            ]
-            numbers = [
-                inputs.setting(f"view {name}: {what}", number)
-                for what, number in (
-                    ("ttl", ttl),
-                    ("shard_count", shard_count),
-                    ("replication_count", replication_count),
-                )
-            ]
         for kind, known in wanted:
             if _type_name(kind) not in known:
-                raise ValueError(f"view {name}: field type {_type_name(kind)!r}, want {' or '.join(known)}")
-        value_type = FIELD_TYPES[_type_name(embedding_field_type)]
+                raise ValueError(
+                    f"view {inputs.shown(name)}: field type {_type_name(kind)!r}, want {' or '.join(known)}"
+                )
         with _refusals():
-            spec = ViewSpec(self.name, *names, value_type, *numbers)  # type: ignore[call-arg,arg-type,misc]
+            spec = ViewSpec(
+                self.name,
+                inputs.name("view", name),
+                inputs.name("entity", entity.name if isinstance(entity, Entity) else entity),
+                inputs.name("field", pk_field_name),
+                inputs.name("field", sk_field_name),
+                inputs.name("field", embedding_field_name),
+                FIELD_TYPES[_type_name(embedding_field_type)],  # type: ignore[arg-type]
+                inputs.setting("ttl", ttl),
+                inputs.setting("shard_count", shard_count),
+                inputs.setting("replication_count", replication_count),
+            )
             spec.check()
         self._transport.create_view(spec)
         return DynamicEmbeddingFeatureView(self._transport, spec)
