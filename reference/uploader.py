@@ -409,14 +409,12 @@ class Uploader:
 
     @contextlib.contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        """While this lasts, the training thread can see what is being waited for, and give up."""
-        with self._changed:
-            self._call = what, time.monotonic()
+        """While this lasts, the training thread can see what is being waited for, and give up. Needs no lock."""
+        self._call = what, time.monotonic()
         try:
             yield
         finally:
-            with self._changed:
-                self._call = None
+            self._call = None
 
     def _send(self, job: _Job) -> list[int]:
         """One attempt at a whole step: every batch, from the first, under new ts; returns them, one per batch.
