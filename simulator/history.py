@@ -433,6 +433,34 @@ def build_tables(
     return tables
 
 
+def append_attempt(
+    tables: dict[str, LedgerTable],
+    mine: dict[str, LedgerTable],
+    attempt: Attempt,
+    earlier: Sequence[Attempt],
+    restored: Event | None,
+) -> dict[str, LedgerTable]:
+    """The ledger of a job with one more attempt in it: ``mine``, by that attempt's own count of steps.
+
+    ``restored``: the event of that name of one of its ranks, if any came that far. Notes in ``attempt`` how its steps
+    are counted. Raises ValueError when the restore gave anything but what the model held at the checkpoint: then the
+    ledger is worth nothing.
+    """
+    last = max(int(np.max(steps, initial=t.since)) for t in tables.values() for steps in (t.steps, t.lookup_steps))
+    if restored is not None:
+        attempt.restored, attempt.checkpoint_of = restored.step or 0, restored.data["checkpoint_of"]
+    attempt.shift = last + 1 - attempt.restored
+    moment = 0
+    if attempt.checkpoint_of is not None:
+        moment = attempt.restored + earlier[attempt.checkpoint_of].shift
+    for fqn, ledger in tables.items():
+        found, wanted = mine[fqn].initial, values_at(ledger, moment)
+        known = ~np.isnan(found).all(axis=1)
+        if found[known].tobytes() != wanted[known].tobytes():
+            raise ValueError(f"table {fqn} was not restored to what it held at the checkpoint after step {moment}")
+    return continue_tables(tables, mine, attempt.shift, attempt.restored)
+
+
 def continue_tables(
     earlier: dict[str, LedgerTable], later: dict[str, LedgerTable], shift: int, restored: int
 ) -> dict[str, LedgerTable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from .specimen import Patch, Specimen
@@ -16,12 +17,14 @@ SPECIMENS: dict[str, Specimen] = {
 }
 
 
-def activate(specimen_id: str) -> ExitStack:
+def activate(specimen_id: str, stand_ins: Mapping[str, type] | None = None) -> ExitStack:
     """Put a known bug into the reference classes of this process; closing what is returned takes it out again.
+
+    ``stand_ins``: by name of a class of the reference, the class that an engine uses in its place.
 
     Raises KeyError for an unknown id, AttributeError when the reference no longer has what the specimen replaces.
     """
     with ExitStack() as undo:
-        SPECIMENS[specimen_id].apply(Patch(undo))
+        SPECIMENS[specimen_id].apply(Patch(undo, stand_ins))
         return undo.pop_all()
     raise AssertionError("unreachable: ExitStack swallows nothing here")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,10 +12,13 @@ from ...simulator.scenario import Scenario
 
 
 class Patch:
-    """Replaces attributes of classes and modules, and puts the originals back when ``undo`` closes."""
+    """Replaces attributes of classes and modules, and puts the originals back when ``undo`` closes.
 
-    def __init__(self, undo: ExitStack) -> None:
-        self._undo = undo
+    ``stand_ins``: by name of a class of the reference, the class to mutate in its place.
+    """
+
+    def __init__(self, undo: ExitStack, stand_ins: Mapping[str, type] | None = None) -> None:
+        self._undo, self._stand_ins = undo, stand_ins or {}
 
     def replace(self, owner: type | ModuleType, name: str, value: Any) -> Any:
         """Set ``owner.name`` to ``value`` and return the original.
@@ -23,6 +26,7 @@ class Patch:
         Raises AttributeError when the owner itself has no such attribute: a specimen that mutates nothing would prove
         nothing.
         """
+        owner = self._stand_ins.get(owner.__name__, owner)
         if name not in vars(owner):
             where = getattr(owner, "__qualname__", owner.__name__)
             raise AttributeError(f"{where} has no {name!r} to replace; the specimen must follow the reference")

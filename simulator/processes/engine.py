@@ -29,7 +29,6 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import msgspec
-import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,12 +45,11 @@ from ..history import (
     History,
     LedgerTable,
     RankOutcome,
+    append_attempt,
     build_tables,
-    continue_tables,
     find_leaks,
     read_events,
     read_ledger,
-    values_at,
 )
 from ..scenario import Scenario
 from ..store_faults import planned
@@ -254,26 +252,10 @@ class ProcessEngine:
         if not earlier:
             return mine
         restored = next((e for e in run.all_events() if e.kind == "restored"), None)
-        last = max(int(np.max(steps, initial=t.since)) for t in tables.values() for steps in (t.steps, t.lookup_steps))
-        if restored is not None:
-            attempt.restored, attempt.checkpoint_of = restored.step or 0, restored.data["checkpoint_of"]
-        attempt.shift = last + 1 - attempt.restored
-        self._check_restore(attempt, earlier, tables, mine)
-        return continue_tables(tables, mine, attempt.shift, attempt.restored)
-
-    @staticmethod
-    def _check_restore(
-        attempt: Attempt, earlier: list[Attempt], tables: dict[str, LedgerTable], mine: dict[str, LedgerTable]
-    ) -> None:
-        """A restore gives what the model held when the checkpoint was made, or else the ledger is worth nothing."""
-        moment = 0
-        if attempt.checkpoint_of is not None:
-            moment = attempt.restored + earlier[attempt.checkpoint_of].shift
-        for fqn, ledger in tables.items():
-            restored, wanted = mine[fqn].initial, values_at(ledger, moment)
-            known = ~np.isnan(restored).all(axis=1)
-            if restored[known].tobytes() != wanted[known].tobytes():
-                raise KitError(f"table {fqn} was not restored to what it held at the checkpoint after step {moment}")
+        try:
+            return append_attempt(tables, mine, attempt, earlier, restored)
+        except ValueError as error:
+            raise KitError(f"the ledger of {run.scenario.name!r} contradicts itself: {error}") from error
 
 
 @contextlib.contextmanager

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import logging
+import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...fakes.feature_store_py.client import FeatureStoreClient
-from ...fakes.server.faults import FaultPlan
+from ...fakes.server.faults import FaultPlan, Strike
 from ...fakes.store import Store
-from ..errors import ScenarioError
-from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event, History, RankOutcome
+from ...reference.delta import Rows
+from ..errors import KitError, ScenarioError
+from ..history import (
+    FINAL_SCHEMA,
+    WRITES_SCHEMA,
+    Attempt,
+    Event,
+    History,
+    Leak,
+    LedgerTable,
+    RankOutcome,
+    append_attempt,
+)
 from ..instrument import ObservedClient
-from ..loop import TrainingLoop
+from ..loop import Checkpoint, TrainingLoop
 from ..scenario import Scenario
 from ..store_faults import planned
-from ..target import PROJECT, VERSION, VIEW, RankContext, resolve
+from ..target import PASSWORD, PROJECT, VERSION, VIEW, RankContext, resolve
 from ..workload import Workload
 from . import patches
-from .collectives import Group
+from .collectives import Group, torch_replacements
 from .lines import preemptible
 from .network import VirtualTransport
-from .scheduler import EPOCH_NS, SECOND_NS, Policy, RankClock, ReplayPolicy, Scheduler, Task, varied
-from .tables import Ledger, Model, VirtualTrainer
+from .scheduler import EPOCH_NS, SECOND_NS, Policy, RankClock, ReplayPolicy, Scheduler, varied
+from .tables import Ledger, Model, VirtualSource, VirtualTrainer
 
 _monotonic = time.monotonic
+#: Set to planted values: what a trainer's own environment holds.
+SECRET_VARIABLES = ("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN", PASSWORD)
 
 
 class VirtualEngine:
@@ -69,8 +89,15 @@ class VirtualEngine:
         policy = self._policy(seed) if schedule is None else ReplayPolicy(schedule)
         began_s = _monotonic()
         resolve(target)  # imports it: whatever its modules do when they are imported is no part of the run
-        with preemptible([*self._preempt, *_own_package(target)]):
-            history = _Run(scenario, target, policy).history()
+        kind, _, specimen = target.partition(":")
+        with ExitStack() as undo:
+            undo.enter_context(preemptible([*self._preempt, *_own_package(target)]))
+            if kind == "specimen":
+                # All ranks share this process, and it goes on: the bug is put in for the run only.
+                specimens = importlib.import_module("...conformance.specimens", __package__)
+                undo.enter_context(specimens.activate(specimen, {"TorchRecSource": VirtualSource}))
+            history = _Job(scenario, "reference" if kind == "specimen" else target, policy).history()
+        history.target = target
         history.wall_s = _monotonic() - began_s
         return history
 
@@ -80,248 +107,392 @@ def _own_package(target: str) -> list[str]:
     return [] if module in ("reference", "specimen", "deltaproof") else [module]
 
 
-class _Run:
+class _Job:
+    """One run: the store and the time that all attempts of a job share."""
+
     def __init__(self, scenario: Scenario, target: str, policy: Policy) -> None:
         self.scenario, self.target = scenario, target
         self.manifest = scenario.manifest()
-        self.scheduler = Scheduler(policy, [RankClock() for _ in range(scenario.world_size)])
-        self.scheduler.thread_died = self._thread_died
+        scheduler = self.scheduler = Scheduler(policy, [])
+        scheduler.thread_died = self._thread_died
         self.events: list[Event] = []
-        self.group = Group(self.scheduler, scenario.world_size)
         self.model = Model(scenario)
-        self.workload = Workload(scenario)
-        self.ledger = Ledger(self.model)
         self.chance = random.Random(f"network/{scenario.seed}")
-        self.store = Store(lambda: (EPOCH_NS + self.scheduler.now_ns) // 1_000_000)
+        self.store = Store(lambda: (EPOCH_NS + scheduler.now_ns) // 1_000_000, monotonic_ms=lambda: scheduler.now_ms)
         self.store.reset([PROJECT])
-        self.plan = FaultPlan(lambda: self.scheduler.now_ms)
+        self.plan = _ToldPlan(lambda: scheduler.now_ms, self._struck)
         self.plan.set(planned(scenario))
-        self.outcomes: dict[int, RankOutcome] = {}
-        self.stacks: dict[int, str] = {}
+        self.checkpoints: dict[tuple[int, int], tuple[list[Rows], list[Mapping[str, Any]]]] = {}
         self.refused: ScenarioError | None = None
-        self.failed_at_ns: int | None = None
-        self._wake_supervisor: Task | None = None
+        self.secrets = {
+            name: hashlib.sha256(f"{name}/{scenario.seed}".encode()).hexdigest()[:32] for name in SECRET_VARIABLES
+        }
+        self.logged: list[str] = []
+        self.attempts: list[_Attempt] = []
 
-    # -- the run -------------------------------------------------------------------------------------------------------
+    @property
+    def attempt(self) -> _Attempt:
+        """The attempt under way."""
+        return self.attempts[-1]
+
+    def replacements(self) -> list[tuple[Any, str, Any]]:
+        """What else is replaced in a run: `torch.distributed`, which asks the attempt under way."""
+        return torch_replacements(lambda: self.attempt.group)
 
     def history(self) -> History:
-        scenario, scheduler = self.scenario, self.scheduler
-        with patches.installed(scheduler, scenario.seed, self.group.torch_replacements()):
-            for rank in range(scenario.world_size):
-                scheduler.spawn(lambda rank=rank: self._rank(rank), f"rank{rank}", rank)
-            self._wake_supervisor = scheduler.spawn(self._supervise, "supervisor", None)
+        scheduler = self.scheduler
+        with self._environment(), patches.installed(scheduler, self.scenario.seed, self.replacements):
+            scheduler.spawn(self._launch, "supervisor", None)
             scheduler.run()
             if scheduler.stuck:
-                self._end_rest("deadline")
+                self.attempt.end_rest("deadline")
             if self.refused is not None:
                 raise self.refused
             schedule = scheduler.schedule
-        tables = self.ledger.tables(self.manifest)
         final, writes = self._content()
-        fired = [0] * len(scenario.faults)
+        fired = [0] * len(self.scenario.faults)
         for event in self.events:
             if event.kind == "fault":
                 fired[event.data["index"]] += 1
-        for entry in self.plan.fired():
-            fired[int(entry.fault.id)] += entry.fired
+        starts: list[Attempt] = []
+        tables: dict[str, LedgerTable] = {}
+        for run in self.attempts:
+            start = run.outcome()
+            mine = run.ledger.tables(self.manifest)
+            restored = next((e for e in self.events if e.kind == "restored" and e.attempt == run.number), None)
+            try:
+                tables = append_attempt(tables, mine, start, starts, restored) if starts else mine
+            except ValueError as error:
+                raise KitError(f"the ledger of {self.scenario.name!r} contradicts itself: {error}") from error
+            starts.append(start)
         history = History(
-            scenario=scenario,
+            scenario=self.scenario,
             target=self.target,
             engine="virtual",
             events=self.events,
-            outcomes=[self.outcomes[rank] for rank in sorted(self.outcomes)],
+            outcomes=starts[-1].outcomes,
             tables=tables,
             manifest=self.manifest,
             writes=writes.filter(pc.equal(writes["version"], VERSION)),
             strays=writes.filter(pc.not_equal(writes["version"], VERSION)),
             final=final,
             fired=fired,
-            stacks=self.stacks,
+            stacks=self.attempt.stacks,
+            schedule=schedule,
+            attempts=starts if len(starts) > 1 else [],
         )
-        history.schedule = schedule
+        history.planted, history.leaks = tuple(self.secrets), self._leaks()
         return history
 
+    def _launch(self) -> None:
+        """What a launcher does: start the ranks, wait for their end, and start them again where that is planned."""
+        for number in range(1 + len(self.scenario.restarts)):
+            self.attempts.append(_Attempt(self, number))
+            self.attempt.supervise()
+            if self.attempt.succeeded:
+                break
+
+    @contextmanager
+    def _environment(self) -> Iterator[None]:
+        """The planted secrets where a trainer finds its credentials, and everything logged kept in ``logged``."""
+        before = {name: os.environ.get(name) for name in self.secrets}
+        handler = logging.Handler()
+        handler.emit = self._log  # type: ignore[method-assign]
+        logging.getLogger().addHandler(handler)
+        os.environ.update(self.secrets)
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(handler)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def _log(self, record: logging.LogRecord) -> None:
+        task = self.scheduler.current
+        rank = None if task is None else task.rank
+        self.logged.append(f"rank{rank} {record.levelname} {record.getMessage()}")
+
+    def _leaks(self) -> list[Leak]:
+        left = {"log": "\n".join(self.logged), "stacks": "\n".join(self.attempt.stacks.values())}
+        left["events"] = msgspec.json.encode(self.events, enc_hook=str).decode()
+        return [
+            Leak(name, file, text[max(0, at - 200) : at] + f"[{name}]")
+            for file, text in left.items()
+            for name, value in self.secrets.items()
+            if (at := text.find(value)) >= 0
+        ]
+
     def _content(self) -> tuple[pa.Table, pa.Table]:
-        if not self.store.views(PROJECT):
+        if not any(view.name == VIEW for view in self.store.views(PROJECT)):
             return FINAL_SCHEMA.empty_table(), WRITES_SCHEMA.empty_table()
         final = self.store.snapshot(PROJECT, VIEW, VERSION).table().select(FINAL_SCHEMA.names)
         return final, self.store.log(PROJECT, VIEW).select(WRITES_SCHEMA.names)
 
-    def _rank(self, rank: int) -> None:
-        """The process of one rank, from its first line to its exit."""
-        events = _Events(self, f"rank{rank}", rank)
-        loop = _Loop(self, rank, events)
-        events.write("rank-start")
-        code = 0
-        try:
-            loop.publish_and_train()
-            events.write("rank-end", step=loop.own_step)
-        except ScenarioError as error:
-            self.refused = error
-            code = 2
-        except Exception as error:
-            events.write(
-                "error",
-                step=loop.step,
-                type=type(error).__name__,
-                message=str(error),
-                where=loop.where,
-                unacknowledged=list(getattr(error, "unacknowledged", ()) or ()),
-                traceback=traceback.format_exc()[-4000:],
-            )
-            code = 1
-            self._failed(rank)
-        # The interpreter's own end: executors are told, and threads that are no daemons are waited for.
-        patches.end_of_main(rank)
-        for task in self.scheduler.tasks:
-            if task.rank == rank and task is not self.scheduler.current and not self._is_daemon(task):
-                self.scheduler.join(task)
-        for task in self.scheduler.tasks:
-            if task.rank == rank and task is not self.scheduler.current:
-                task.in_flight = None  # an exit closes connections after what was written to them
-        self._exited(rank, code, loop)
-
-    def _is_daemon(self, task: Task) -> bool:
-        import threading
-
-        thread = threading._active.get(task.ident)  # type: ignore[attr-defined]
-        return bool(getattr(thread, "daemon", False))
-
-    def _exited(self, rank: int, code: int, loop: TrainingLoop) -> None:
-        error = next((e for e in self.events if e.who == f"rank{rank}" and e.kind == "error"), None)
-        status = "error" if code else "ok"
-        text = "" if error is None else f"{error.data['type']}: {error.data['message']}"
-        where = "" if error is None else error.data["where"]
-        steps = () if error is None else tuple(error.data["unacknowledged"])
-        self.outcomes[rank] = RankOutcome(rank, status, code, text, where, steps)
-        self._note("rank-exit", rank, exitcode=code)
-        self._gone(rank)
-        current = self.scheduler.current
-        for task in self.scheduler.tasks:
-            if task.rank == rank and task is not current:
-                task.alive = False
-        if current is not None:
-            self.scheduler.kill(rank)
-
-    def killed(self, rank: int) -> None:
-        """SIGKILL of a rank, by the scenario."""
-        self.outcomes[rank] = RankOutcome(rank, "killed", -9)
-        self._note("rank-exit", rank, exitcode=-9)
-        self._gone(rank)
-        self._failed(rank)
-        self.scheduler.kill(rank)
-
-    def _gone(self, rank: int) -> None:
-        self.group.leave(rank)
-        if self._wake_supervisor is not None:
-            self.scheduler.wake(self._wake_supervisor)
-
-    def _failed(self, rank: int) -> None:
-        if self.failed_at_ns is None:
-            self.failed_at_ns = self.scheduler.now_ns
-            if self._wake_supervisor is not None:
-                self.scheduler.wake(self._wake_supervisor)
-
-    def _supervise(self) -> None:
-        """Torchrun's semantics in virtual time: the run's deadline, and the grace after the first failure."""
-        deadlines, scheduler = self.scenario.deadlines, self.scheduler
-        while len(self.outcomes) < self.scenario.world_size:
-            limit_ns = int(deadlines.run_s * SECOND_NS)
-            if self.failed_at_ns is not None:
-                limit_ns = min(limit_ns, self.failed_at_ns + int(deadlines.grace_s * SECOND_NS))
-            left_ns = limit_ns - scheduler.now_ns
-            if left_ns <= 0:
-                self._end_rest("deadline" if self.failed_at_ns is None else "ended")
-                return
-            scheduler.wait("the ranks", left_ns)
-
-    def _end_rest(self, why: Literal["deadline", "ended"]) -> None:
-        for rank in range(self.scenario.world_size):
-            if rank in self.outcomes:
-                continue
-            error = next((e for e in self.events if e.who == f"rank{rank}" and e.kind == "error"), None)
-            status = "deadline" if error is not None else why
-            self.stacks[rank] = "\n".join(
-                f"{task.name}: {task.waits_for or 'ready to run'}\n{task.stack()}"
-                for task in self.scheduler.tasks
-                if task.rank == rank and task.alive
-            )
-            self._note("rank-ended-by-supervisor", rank, why=status, deadlock=self.scheduler.stuck)
-            text = "" if error is None else f"{error.data['type']}: {error.data['message']}"
-            where = "" if error is None else error.data["where"]
-            steps = () if error is None else tuple(error.data["unacknowledged"])
-            self.outcomes[rank] = RankOutcome(rank, status, -9, text, where, steps)
-            self.group.leave(rank)
-            if not self.scheduler.stuck:
-                self.scheduler.kill(rank)
-
-    # -- events --------------------------------------------------------------------------------------------------------
-
-    def write(self, who: str, kind: str, rank: int | None, step: int | None, data: dict[str, Any]) -> None:
-        self.events.append(Event(t_ms=self.scheduler.now_ms, who=who, kind=kind, rank=rank, step=step, data=data))
-
-    def _note(self, kind: str, rank: int, **data: Any) -> None:
-        self.write("supervisor", kind, rank, None, data)
-
     def request(self, route: str, client: str, **data: Any) -> None:
-        rank = int(client[4:]) if client.startswith("rank") and client[4:].isdigit() else None
-        self.write("store", "request", rank, None, {"route": route, "client": client, **data})
+        """Note what became of a request (event `request`)."""
+        told = {"route": route, "client": client, **data}
+        self.events.append(
+            Event(t_ms=self.scheduler.now_ms, who="store", kind="request", rank=_rank_of(client), data=told)
+        )
+
+    def _struck(self, index: int, client: str) -> None:
+        kind = self.scenario.faults[index].kind
+        struck = {"index": index, "kind": kind, "client": client}
+        self.events.append(
+            Event(t_ms=self.scheduler.now_ms, who="store", kind="fault", rank=_rank_of(client), data=struck)
+        )
 
     def _thread_died(self, args: Any) -> None:
         task = self.scheduler.current
         rank = None if task is None else task.rank
         message = f"{args.exc_type.__name__}: {args.exc_value}"
-        self.write(f"rank{rank}", "thread-died", rank, None, {"thread": getattr(task, "name", ""), "error": message})
+        events = _Events(self, f"rank{rank}", rank, self.attempt.number)
+        events.write("thread-died", thread=getattr(task, "name", ""), error=message)
+
+
+def _rank_of(client: str) -> int | None:
+    number = client.removeprefix("rank")
+    return int(number) if client.startswith("rank") and number.isdecimal() else None
+
+
+class _ToldPlan(FaultPlan):
+    """A plan that tells ``struck(index, client)`` of each firing."""
+
+    def __init__(self, clock_ms: Callable[[], float], struck: Callable[[int, str], None]) -> None:
+        super().__init__(clock_ms)
+        self._struck = struck
+
+    def strike(self, route: str, group: str, client: str) -> Strike:
+        strike = super().strike(route, group, client)
+        for index in strike.ids:
+            self._struck(int(index), client)
+        return strike
+
+
+class _Attempt:
+    """One start of the job: its ranks, their collectives, and their supervision with torchrun's semantics."""
+
+    def __init__(self, job: _Job, number: int) -> None:
+        self.job, self.number = job, number
+        self.scenario = job.scenario.of_attempt(number)
+        scheduler = self.scheduler = job.scheduler
+        scheduler.clocks = [RankClock() for _ in range(self.scenario.world_size)]
+        patches.new_processes()
+        self.group = Group(scheduler, self.scenario.world_size)
+        self.workload = Workload(self.scenario, number)
+        self.ledger = Ledger(self.scenario, job.model)
+        self.stacks: dict[int, str] = {}
+        self.begin_ms, self.end_ms = scheduler.now_ms, float("inf")
+        self._began_ns = scheduler.now_ns
+        self._failed_at_ns: int | None = None
+        self._outcomes: dict[int, RankOutcome] = {}
+        self._events = _Events(job, "supervisor", None, number)
+        self._supervisor = scheduler.current
+        for rank in range(self.scenario.world_size):
+            scheduler.spawn(lambda rank=rank: self._process(rank), f"rank{rank}", rank)
+
+    @property
+    def succeeded(self) -> bool:
+        return all(outcome.status == "ok" for outcome in self._outcomes.values())
+
+    def outcome(self) -> Attempt:
+        """What became of it, for the history."""
+        outcomes = [self._outcomes[rank] for rank in sorted(self._outcomes)]
+        return Attempt(self.scenario.world_size, outcomes, begin_ms=self.begin_ms, end_ms=self.end_ms)
+
+    # -- supervision ---------------------------------------------------------------------------------------------------
+
+    def supervise(self) -> None:
+        """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the
+        grace."""
+        deadlines = self.scenario.deadlines
+        while len(self._outcomes) < self.scenario.world_size:
+            limit_ns = self._began_ns + int(deadlines.run_s * SECOND_NS)
+            if self._failed_at_ns is not None:
+                limit_ns = min(limit_ns, self._failed_at_ns + int(deadlines.grace_s * SECOND_NS))
+            left_ns = limit_ns - self.scheduler.now_ns
+            if left_ns <= 0:
+                self.end_rest("deadline" if self._failed_at_ns is None else "ended")
+                break
+            self.scheduler.wait("the ranks", left_ns)
+        self.end_ms = self.scheduler.now_ms
+
+    def end_rest(self, why: Literal["deadline", "ended"]) -> None:
+        """End the ranks that are left. One that raised but lives on has outstayed a deadline of its own."""
+        for rank in range(self.scenario.world_size):
+            if rank not in self._outcomes:
+                status = "deadline" if self._error_of(rank) is not None else why
+                self.stacks[rank] = "\n".join(
+                    f"{task.name}: {task.waits_for or 'ready to run'}\n{task.stack()}"
+                    for task in self.scheduler.tasks
+                    if task.rank == rank and task.alive
+                )
+                self._events.write("rank-ended-by-supervisor", rank=rank, why=status, deadlock=self.scheduler.stuck)
+                self._gone(rank, status, -9)
+                if not self.scheduler.stuck:
+                    self.scheduler.kill(rank)
+
+    def _error_of(self, rank: int) -> Event | None:
+        mine = (e for e in self.job.events if e.rank == rank and e.kind == "error" and e.attempt == self.number)
+        return next(mine, None)
+
+    def _gone(self, rank: int, status: str, code: int) -> None:
+        """A rank's process has ended, or is about to."""
+        error = self._error_of(rank)
+        outcome = RankOutcome(rank, status, code, attempt=self.number)
+        if error is not None:
+            outcome.error = f"{error.data['type']}: {error.data['message']}"
+            outcome.where, outcome.unacknowledged = error.data["where"], tuple(error.data["unacknowledged"])
+        self._outcomes[rank] = outcome
+        self.group.leave(rank)
+        if status != "ok":
+            self._failed()
+        self._wake_supervisor()
+
+    def _failed(self) -> None:
+        if self._failed_at_ns is None:
+            self._failed_at_ns = self.scheduler.now_ns
+            self._wake_supervisor()
+
+    def _wake_supervisor(self) -> None:
+        if self._supervisor is not None:
+            self.scheduler.wake(self._supervisor)
+
+    # -- the processes -------------------------------------------------------------------------------------------------
+
+    def _process(self, rank: int) -> None:
+        """The process of one rank, from its first line to its exit."""
+        events = _Events(self.job, f"rank{rank}", rank, self.number)
+        loop = _Loop(self, rank, events)
+        events.write("rank-start")
+        status, code = "ok", 0
+        try:
+            loop.publish_and_train()
+            events.write("rank-end", step=loop.own_step)
+        except ScenarioError as error:
+            self.job.refused = error
+            status, code = "error", 2
+        except Exception as error:
+            events.write(
+                "error",
+                step=loop.step,
+                type=type(error).__name__,
+                message="; ".join([str(error), *getattr(error, "__notes__", ())]),
+                where=loop.where,
+                unacknowledged=list(getattr(error, "unacknowledged", ()) or ()),
+                traceback=traceback.format_exc()[-4000:],
+            )
+            status, code = "error", 1
+            self._failed()
+        self._await_threads(rank)
+        self._events.write("rank-exit", rank=rank, exitcode=code)
+        self._gone(rank, status, code)
+        self.scheduler.kill(rank)
+
+    def _await_threads(self, rank: int) -> None:
+        """The interpreter's own end: executors are told, and threads that are no daemons are waited for."""
+        patches.end_of_main(rank)
+        mine = [task for task in self.scheduler.tasks if task.rank == rank and task is not self.scheduler.current]
+        for task in mine:
+            if not patches.is_daemon(task.ident):
+                self.scheduler.join(task)
+        for task in mine:
+            task.in_flight = None  # an exit closes connections after what was written to them
+
+    def killed(self, rank: int) -> None:
+        """SIGKILL of a rank, by the scenario, from within."""
+        self._events.write("rank-exit", rank=rank, exitcode=-9)
+        self._gone(rank, "killed", -9)
+        self.scheduler.kill(rank)
 
 
 class _Events:
-    """Recorder of one rank."""
+    """Recorder of one rank, or of the supervisor."""
 
-    def __init__(self, run: _Run, who: str, rank: int) -> None:
-        self._run, self._who, self._rank = run, who, rank
+    def __init__(self, job: _Job, who: str, rank: int | None, attempt: int) -> None:
+        self._job, self._who, self._rank, self._attempt = job, who, rank, attempt
 
-    def write(self, kind: str, *, step: int | None = None, **data: Any) -> None:
-        self._run.write(self._who, kind, self._rank, step, data)
+    def write(self, kind: str, *, step: int | None = None, rank: int | None = None, **data: Any) -> None:
+        self._job.events.append(
+            Event(
+                t_ms=self._job.scheduler.now_ms,
+                who=self._who,
+                kind=kind,
+                rank=self._rank if rank is None else rank,
+                step=step,
+                data=data,
+                attempt=self._attempt,
+            )
+        )
 
 
 class _Loop(TrainingLoop):
-    def __init__(self, run: _Run, rank: int, events: _Events) -> None:
-        super().__init__(run.scenario, rank, run.target, events)
-        self._run = run
-        self._virtual = VirtualTrainer(run.model, run.workload, rank, run.group, run.ledger)
-        self.trainer = self._virtual
+    """The training loop of a simulated rank."""
+
+    def __init__(self, attempt: _Attempt, rank: int, events: _Events) -> None:
+        job = attempt.job
+        super().__init__(attempt.scenario, rank, job.target, events, job.secrets, attempt.number)
+        self._attempt, self._job = attempt, job
+        self.trainer = self._model = VirtualTrainer(
+            attempt.scenario, job.model, attempt.workload, rank, attempt.group, attempt.ledger, job.chance
+        )
+        if not attempt.number:
+            self._model.begin()
 
     def context(self) -> RankContext:
-        run, rank = self._run, self.rank
+        job, rank, group = self._job, self.rank, self._attempt.group
 
         def client() -> Any:
-            transport = VirtualTransport(run.scheduler, run.store, f"rank{rank}", run.plan, run.chance, run.request)
+            transport = VirtualTransport(job.scheduler, job.store, f"rank{rank}", job.plan, job.chance, job.request)
             return ObservedClient(FeatureStoreClient(transport=transport), self.points, self.events)
 
         return RankContext(
             rank=rank,
-            world_size=run.scenario.world_size,
-            tables=run.scenario.tables,
-            config=run.scenario.publisher,
-            model=self._virtual.source,
+            world_size=self.scenario.world_size,
+            tables=self.scenario.tables,
+            config=self.scenario.publisher,
+            model=self._model.source,
             client_factory=client,
-            barrier=lambda: run.group.exchange(rank, "barrier"),
+            barrier=lambda: group.barrier(rank),
             endpoint="",
+            version=self.version,
         )
 
     def agree(self, mine: bool, how: Literal["all", "any"]) -> bool:
-        votes = self._run.group.exchange(self.rank, f"all_reduce ({how})", mine)
+        votes = self._attempt.group.exchange(self.rank, f"all_reduce ({how})", mine)
         return all(votes) if how == "all" else any(votes)
 
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        group = self._attempt.group
+        found = group.exchange(self.rank, "checkpoint (write)", (self._model.shards(), state))
+        weights = self._model.assembled([shards for shards, _ in found])
+        self._job.checkpoints[self.attempt, step] = weights, [state for _, state in found]
+        group.exchange(self.rank, "checkpoint (done)")
+
+    def restore(self) -> Checkpoint | None:
+        newest = max(self._job.checkpoints, default=None)
+        weights, states = self._job.checkpoints[newest] if newest else ([], [])
+        if newest:
+            self._model.load(weights)
+        self._model.begin()
+        return Checkpoint(*newest, states) if newest else None
+
     def shift_clock(self, seconds: float) -> None:
-        clock = self._run.scheduler.clocks[self.rank]
+        clock = self._job.scheduler.clocks[self.rank]
         clock.shift(seconds)
+        clock.on_wall = self.clock_read
 
-        def read() -> None:
-            clock.on_read = None
-            self.clock_read()
+    def advance_clocks(self, seconds: float) -> None:
+        clock = self._job.scheduler.clocks[self.rank]
+        clock.advance(seconds)
+        clock.on_wall = self.clock_read
+        clock.on_monotonic = lambda: self.clock_read(wall=False)
 
-        clock.on_read = read
+    def counting(self) -> AbstractContextManager[Counter[str]]:
+        return self._attempt.group.counting()
 
     def die(self) -> None:
-        self._run.killed(self.rank)
+        self._attempt.killed(self.rank)

@@ -19,6 +19,7 @@ import concurrent.futures.thread
 import contextlib
 import datetime
 import gc
+import importlib
 import itertools
 import os
 import queue
@@ -62,6 +63,8 @@ class Chance:
 
 
 _RealRandom = random.Random
+_bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_real_load = _bootstrap._find_and_load
 _real = types.SimpleNamespace(
     sleep=time.sleep,
     time=time.time,
@@ -393,9 +396,36 @@ def _bindings() -> list[tuple[Any, str, Any, Any]]:
     return _found
 
 
+Replacements = Callable[[], list[tuple[Any, str, Any]]]
+
+
+def _loading(saved: list[tuple[Any, str, Any]], more: Replacements) -> Callable[..., Any]:
+    """`importlib._bootstrap._find_and_load`, which loads what was not imported before the run as if there were none.
+
+    Locks and clocks of a module outlive the run, and the lock of a module that loads knows nothing of tasks.
+    """
+
+    def load(*args: Any) -> Any:
+        scheduler = running()
+        if scheduler is None:
+            return _real_load(*args)
+        primitives.set_running(None)
+        try:
+            return _real_load(*args)
+        finally:
+            primitives.set_running(scheduler)
+            for owner, name, fake in more():
+                if vars(owner)[name] is not fake:
+                    saved.append((owner, name, vars(owner)[name]))
+                    setattr(owner, name, fake)
+
+    return load
+
+
 @contextlib.contextmanager
-def installed(scheduler: Scheduler, seed: object, extra: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Everything replaced, for a run of ``scheduler`` in this OS thread. ``extra``: more (object, name, fake).
+def installed(scheduler: Scheduler, seed: object, more: Replacements = list) -> Iterator[None]:
+    """Everything replaced, for a run of ``scheduler`` in this OS thread. ``more()``: further (object, name, fake),
+    asked for again whenever a module was imported.
 
     Raises:
         SimulationError: a run is under way already, or this Python's threads are not known.
@@ -413,7 +443,8 @@ def installed(scheduler: Scheduler, seed: object, extra: list[tuple[Any, str, An
     saved: list[tuple[Any, str, Any]] = [(m, n, real) for m, n, real, _ in found]
     replaced = [(m, n, fake) for m, n, _, fake in found]
     fresh = [(owner, name, make()) for owner, name, make in _FRESH]
-    for owner, name, fake in [*_REPLACED, *fresh, *extra]:
+    importing = (_bootstrap, "_find_and_load", _loading(saved, more))
+    for owner, name, fake in [*_REPLACED, *fresh, *more(), importing]:
         saved.append((owner, name, vars(owner).get(name, _ABSENT)))
         replaced.append((owner, name, fake))
     state, loop = random.getstate(), asyncio._get_running_loop()
@@ -449,6 +480,16 @@ def installed(scheduler: Scheduler, seed: object, extra: list[tuple[Any, str, An
             _chance = None
             if collecting:
                 gc.enable()
+
+
+def new_processes() -> None:
+    """The ranks of a new attempt are other processes than those of the one before."""
+    _shutdown.ranks.clear()
+
+
+def is_daemon(ident: int) -> bool:
+    """Whether the thread of this ident is one that an interpreter does not wait for at its end."""
+    return bool(getattr(threading._active.get(ident), "daemon", False))  # type: ignore[attr-defined]
 
 
 def end_of_main(rank: int | None) -> None:

@@ -124,12 +124,14 @@ class Task:
 class RankClock:
     """Wall and monotonic clock of one rank, as functions of true time. ``drift_ppm`` moves both."""
 
-    __slots__ = ("_base_ns", "_since_ns", "_wall_ns", "drift_ppm", "frozen", "on_read")
+    __slots__ = ("_base_ns", "_since_ns", "_wall_ns", "drift_ppm", "frozen", "on_monotonic", "on_wall")
 
     def __init__(self, drift_ppm: float = 0.0) -> None:
         self.drift_ppm = drift_ppm
         self.frozen = False
-        self.on_read: Callable[[], None] | None = None
+        #: Told about the next reading of either clock.
+        self.on_wall: Callable[[], None] | None = None
+        self.on_monotonic: Callable[[], None] | None = None
         self._since_ns = 0
         self._base_ns = 0  # elapsed on this rank's clock at _since_ns
         self._wall_ns = EPOCH_NS  # wall minus elapsed
@@ -143,12 +145,20 @@ class RankClock:
         return own_ns if not self.drift_ppm else int(own_ns / (1 + self.drift_ppm / 1e6))
 
     def wall_ns(self, now_ns: int) -> int:
-        if self.on_read is not None:
-            self.on_read()
+        if self.on_wall is not None:
+            told, self.on_wall = self.on_wall, None
+            told()
         return self._wall_ns + (0 if self.frozen else self.elapsed_ns(now_ns))
 
     def monotonic_ns(self, now_ns: int) -> int:
+        if self.on_monotonic is not None:
+            told, self.on_monotonic = self.on_monotonic, None
+            told()
         return MONOTONIC_BASE_NS + self.elapsed_ns(now_ns)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass at once, by both clocks."""
+        self._base_ns += round(seconds * SECOND_NS)
 
     def shift(self, seconds: float) -> None:
         """Move the wall clock; negative moves it backwards."""

@@ -7,10 +7,13 @@ that host it, alike on every replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from ...reference.delta import DeltaError, Keys, Mask, Rows
@@ -20,60 +23,71 @@ from ..scenario import Scenario, Table
 from ..workload import Bags, Workload, initial_rows, looked_up
 from .collectives import Group
 
+#: How long the model computes in one step, in seconds: uniform in this interval.
+STEP_S: Final = (0.002, 0.02)
 
-class Shard(NamedTuple):
-    """The rows of one table that a rank hosts: ``weight`` float32 (n, dim), from global row ``first_row`` on."""
+
+class Shard(msgspec.Struct, eq=False):
+    """The rows of one table that a rank hosts: ``weight`` float32 (rows, dim), from global row ``first_row`` on."""
 
     first_row: int
+    rows: int
     weight: Rows
 
 
 class Model:
-    """What all ranks share because it follows from the scenario: initial weights and noise."""
+    """What follows from the scenario: initial weights, and the noise that training adds."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
         self.initial = [initial_rows(scenario, index) for index in range(len(scenario.tables))]
         self.noise = [
             np.random.default_rng([scenario.seed, 13, index]).standard_normal(rows.shape, dtype=np.float32)
             for index, rows in enumerate(self.initial)
         ]
 
-    def shard_range(self, table: Table, rank: int) -> tuple[int, int]:
-        """[first, end) of the rows that ``rank`` hosts; row-wise as TorchRec deals them out: ceil(rows / ranks)."""
-        if table.sharding == "row_wise":
-            share = -(-table.rows // self.scenario.world_size)
-            return min(rank * share, table.rows), min((rank + 1) * share, table.rows)
-        if table.sharding == "table_wise" and table.rank != rank:
-            return 0, 0
-        return 0, table.rows
+
+def shard_range(scenario: Scenario, table: Table, rank: int) -> tuple[int, int]:
+    """[first, end) of the rows that ``rank`` hosts; row-wise as TorchRec deals them out: ceil(rows / ranks)."""
+    if table.sharding == "row_wise":
+        share = -(-table.rows // scenario.world_size)
+        return min(rank * share, table.rows), min((rank + 1) * share, table.rows)
+    if table.sharding == "table_wise" and table.rank != rank:
+        return 0, 0
+    return 0, table.rows
 
 
 class Ledger:
-    """Ground truth of a run, in memory: what the processes' ledgers say, told by all ranks at once."""
+    """Ground truth of one attempt, in memory: what the ledgers of real ranks say, told by all of them at once."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, scenario: Scenario, model: Model) -> None:
+        self._scenario = scenario
         tables = range(len(model.initial))
+        self._initial = [np.full_like(rows, np.nan) for rows in model.initial]
         self._changes: list[dict[tuple[int, int], tuple[Keys, Rows]]] = [{} for _ in tables]
         self._lookups: list[list[tuple[int, int, Keys]]] = [[] for _ in tables]
 
+    def begins(self, index: int, first_row: int, rows: Rows) -> None:
+        """From which weights training starts."""
+        self._initial[index][first_row : first_row + len(rows)] = rows
+
     def looked_up(self, rank: int, step: int, index: int, keys: Keys) -> None:
+        """What a rank's own training batch looks up."""
         self._lookups[index].append((rank, step, keys))
 
     def changed(self, rank: int, step: int, index: int, keys: Keys, rows: Rows) -> None:
-        # Replicas change alike: the first rank that tells is enough.
-        teller = 0 if self._model.scenario.tables[index].sharding == DATA_PARALLEL else rank
+        """What a step changed, and to what. Replicas change alike: the first rank that tells is enough."""
+        teller = 0 if self._scenario.tables[index].sharding == DATA_PARALLEL else rank
         self._changes[index].setdefault((step, teller), (keys, rows))
 
     def tables(self, manifest: dict[str, str]) -> dict[str, LedgerTable]:
-        scenario = self._model.scenario
+        """By FQN, for the history."""
+        scenario = self._scenario
         found = {}
         for index, table in enumerate(scenario.tables):
             host = np.full(table.rows, -1, np.int32)
             if table.sharding != DATA_PARALLEL:
                 for rank in range(scenario.world_size):
-                    first, end = self._model.shard_range(table, rank)
+                    first, end = shard_range(scenario, table, rank)
                     host[first:end] = rank
             changes = sorted(self._changes[index].items())
             steps = [np.full(len(keys), step) for (step, _), (keys, _) in changes]
@@ -82,7 +96,7 @@ class Ledger:
             found[table.fqn] = LedgerTable(
                 table=table,
                 embedding_name=manifest[table.fqn],
-                initial=self._model.initial[index],
+                initial=self._initial[index],
                 steps=_joined(steps, np.int64),
                 keys=_joined(keys, np.int64),
                 values=np.concatenate(values) if values else np.empty((0, table.dim), np.float32),
@@ -101,28 +115,62 @@ def _joined(parts: list[np.ndarray], kind: Any) -> np.ndarray:
 class VirtualTrainer:
     """Model of one rank (`loop.Trainer`). ``source`` is what its publisher dumps from."""
 
-    def __init__(self, model: Model, workload: Workload, rank: int, group: Group, ledger: Ledger) -> None:
-        self.workload = workload
-        self._model, self._rank, self._group, self._ledger = model, rank, group, ledger
-        self._tables = model.scenario.tables
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: Model,
+        workload: Workload,
+        rank: int,
+        group: Group,
+        ledger: Ledger,
+        chance: random.Random,
+    ) -> None:
+        self.workload, self._chance = workload, chance
+        self._scenario, self._model, self._rank, self._group, self._ledger = scenario, model, rank, group, ledger
+        self._tables = scenario.tables
         self._shards = []
         for table, rows in zip(self._tables, model.initial, strict=True):
-            first, end = model.shard_range(table, rank)
-            self._shards.append(Shard(first, rows[first:end].copy()))
-        self.source = VirtualSource(model, rank, lambda index: self._shards[index])
+            first, end = shard_range(scenario, table, rank)
+            self._shards.append(Shard(first, end - first, rows[first:end].copy()))
+        self.source = VirtualSource(scenario, rank, lambda index: self._shards[index])
         self._touched: list[Keys] = []
+        self._began: list[Rows] = []
+
+    def begin(self) -> None:
+        """Tell the ledger from which weights training starts."""
+        self._began = [shard.weight.copy() for shard in self._shards]
+        for index, shard in enumerate(self._shards):
+            self._ledger.begins(index, shard.first_row, shard.weight)
+
+    def shards(self) -> list[tuple[int, Rows]]:
+        """(first row, rows) per table, for a checkpoint."""
+        return [(shard.first_row, shard.weight.copy()) for shard in self._shards]
+
+    def assembled(self, ranks: Sequence[list[tuple[int, Rows]]]) -> list[Rows]:
+        """Whole tables from the shards of all ranks."""
+        tables = [np.empty_like(rows) for rows in self._model.initial]
+        for shards in ranks:
+            for rows, (first, part) in zip(tables, shards, strict=True):
+                rows[first : first + len(part)] = part
+        return tables
+
+    def load(self, tables: Sequence[Rows]) -> None:
+        """Put the weights of a checkpoint of any number of ranks into the shards."""
+        for shard, rows in zip(self._shards, tables, strict=True):
+            shard.weight[:] = rows[shard.first_row : shard.first_row + shard.rows]
 
     def announce(self, step: int, bags: dict[str, Bags]) -> None:
         for index, table in enumerate(self._tables):
             self._ledger.looked_up(self._rank, step, index, looked_up(table, bags))
 
     def forward(self, bags: dict[str, Bags], rank_step: tuple[int, int]) -> int:
+        time.sleep(self._chance.uniform(*STEP_S))
         batches = self._group.exchange(self._rank, "all_to_all (forward)", bags)
         self._touched = []
         for index, table in enumerate(self._tables):
             ids = [batch[f].values for batch in batches for f in table.feature_names]
             keys = np.unique(np.concatenate(ids))
-            first, end = self._model.shard_range(table, self._rank)
+            first, end = shard_range(self._scenario, table, self._rank)
             hosted = keys[(keys >= first) & (keys < end)]
             self._touched.append(hosted)
             # A replica's tracker sees the ids of its own batch; a shard's, whatever was looked up in it.
@@ -144,6 +192,25 @@ class VirtualTrainer:
                 self._ledger.changed(self._rank, step, index, keys, shard.weight[keys - shard.first_row])
         return sum(map(len, self._touched))
 
+    def warm_up(self) -> None:
+        for number in range(1, self._scenario.workload.warmup_batches + 1):
+            self.backward(self.forward(self.workload.warmup_batch(self._rank, number), (self._rank, number)))
+        for shard, rows in zip(self._shards, self._began, strict=True):
+            shard.weight[:] = rows
+
+    def replace_storage(self) -> None:
+        for table, shard in zip(self._tables, self._shards, strict=True):
+            if table.sharding != DATA_PARALLEL:
+                shard.weight = shard.weight.copy()
+
+    def spoil(self, table: str, value: float) -> int | None:
+        for index, candidate in enumerate(self._tables):
+            if candidate.name == table and len(self._touched[index]):
+                key = int(self._touched[index][0])
+                self._shards[index].weight[key - self._shards[index].first_row, 0] = value
+                return key
+        return None
+
     def evaluate(self, bags: dict[str, Bags], step: int) -> None:
         self.forward(bags, (self._rank, step))
 
@@ -157,13 +224,13 @@ class VirtualSource:
     Its small methods have that class's names, so that a known bug of the tracker can be put into either.
     """
 
-    def __init__(self, model: Model, rank: int, shard: Callable[[int], Shard]) -> None:
-        self._index = {table.fqn: index for index, table in enumerate(model.scenario.tables)}
+    def __init__(self, scenario: Scenario, rank: int, shard: Callable[[int], Shard]) -> None:
+        self._index = {table.fqn: index for index, table in enumerate(scenario.tables)}
         self._keys = list(self._index)
         self._find = shard
         self._tables = {}
-        for table in model.scenario.tables:
-            first, end = model.shard_range(table, rank)
+        for table in scenario.tables:
+            first, end = shard_range(scenario, table, rank)
             self._tables[table.fqn] = TableInfo(
                 fqn=table.fqn,
                 owner=table.owner,
@@ -196,8 +263,8 @@ class VirtualSource:
         return self._weights(fqn)[keys - self._first_row(fqn)]
 
     def hosts(self, fqn: str, keys: Keys) -> Mask:
-        shard = self._shard(fqn)
-        return (keys >= shard.first_row) & (keys < shard.first_row + len(shard.weight))
+        shard = self._find(self._index[fqn])
+        return (keys >= shard.first_row) & (keys < shard.first_row + shard.rows)
 
     def paused(self) -> AbstractContextManager[None]:
         return self._paused()
@@ -206,7 +273,10 @@ class VirtualSource:
         return self._records[key]
 
     def _shard(self, key: str) -> Shard:
-        return self._find(self._index[key])
+        shard = self._find(self._index[key])
+        if not shard.rows:
+            raise LookupError(f"table {key!r} has no rows on this rank")
+        return shard
 
     def _first_row(self, key: str) -> int:
         return self._shard(key).first_row
@@ -216,10 +286,10 @@ class VirtualSource:
 
     def _global_keys(self, key: str, local: Keys) -> Keys:
         shard = self._shard(key)
-        outside = local[(local < 0) | (local >= len(shard.weight))]
+        outside = local[(local < 0) | (local >= shard.rows)]
         if len(outside):
             raise DeltaError(
-                f"id outside this rank's {len(shard.weight)} rows from row {shard.first_row}",
+                f"id outside this rank's {shard.rows} rows from row {shard.first_row}",
                 table=key,
                 key=int(outside[0]) + shard.first_row,
                 step=None,

@@ -33,7 +33,7 @@ def simulate(main: Callable[[], Any], seed: int = 0) -> Any:
     result: list[Any] = []
     died: list[Any] = []
     scheduler.thread_died = lambda args: died.append(args.exc_value)
-    with patches.installed(scheduler, seed, []):
+    with patches.installed(scheduler, seed):
         scheduler.spawn(lambda: result.append(main()), "rank0", 0)
         scheduler.run()
         assert scheduler.stuck == "", [(t.name, t.waits_for, t.stack()) for t in scheduler.waiting()]
