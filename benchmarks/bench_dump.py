@@ -1,8 +1,8 @@
 """What following a TorchRec model costs: dumps against a bare gather of the same rows, training steps with and without.
 
 Dump: a sharded EmbeddingBagCollection on the CPU looks up random ids, and `Dumper.dump` turns them into an Arrow delta;
-on the other side, `tensor.index_select` copies the very same rows. Steps: two alike models (eight row-wise tables, a
-small dense part, SGD) train on the same batches, one of them with a tracker on it. One process, one thread. The machine
+on the other side, `tensor.index_select` copies the very same rows. Steps: a model (eight row-wise tables, a small dense
+part, SGD) trains each batch with the tracker on it and with the tracker taken off. One process, one thread. The machine
 may be shared, so both sides take turns, times are CPU times, and what is compared is medians over rounds of one run.
 What a step or a dump sends to a process group is counted by PyTorch's dispatcher.
 
@@ -13,12 +13,14 @@ and has no collective more. Exit code 1 when one is missed (`--report-only`, `--
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,13 +72,13 @@ def shard(tables: int, rows: int, dim: int) -> DistributedModelParallel:
     plan = construct_module_sharding_plan(
         model.ebc,
         {f"t{i}": row_wise(compute_kernel="fused") for i in range(tables)},
-        sharder=sharder,  # type: ignore[arg-type]
+        sharder=sharder,
         local_size=1,
         world_size=1,
         device_type="cpu",
     )
-    sharders: list[ModuleSharder[nn.Module]] = [sharder]  # type: ignore[list-item]
-    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    sharders: list[ModuleSharder[nn.Module]] = [sharder]
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
     return DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan({"ebc": plan}), sharders=sharders)
 
 
@@ -116,15 +118,15 @@ def measure_dump(dim: int, rows: int, ids: int, rounds: int) -> tuple[float, flo
     source = TorchRecSource(model)
     dumper, draw = Dumper(source, SETTINGS, 0, 1), np.random.default_rng(1)
     (fqn,) = source.tables()
-    dumped, gathered = [], []
+    dumped, gathered = list[float](), list[float]()
     for number in range(rounds + 1):
         features = batch(draw, 1, rows, ids, 1)
         with torch.no_grad():
             model.module.ebc(features).wait()
         keys, weights = torch.unique(features.values()), source._weights(fqn)
         sides: list[tuple[list[float], Callable[[], object]]] = [
-            (dumped, lambda step=number: dumper.dump(step)),
-            (gathered, lambda keys=keys, weights=weights: weights.index_select(0, keys)),
+            (dumped, partial(dumper.dump, number)),
+            (gathered, partial(weights.index_select, 0, keys)),
         ]
         for times, work in sides[:: 1 if number % 2 else -1]:
             taken = seconds(work)
@@ -135,12 +137,20 @@ def measure_dump(dim: int, rows: int, ids: int, rounds: int) -> tuple[float, flo
 
 
 class Trainer:
-    """A model that trains, with a tracker or without."""
+    """A model that trains, with its tracker or, for a while, without: the same weights at the same addresses."""
 
-    def __init__(self, tracked: bool) -> None:
+    def __init__(self) -> None:
         self.model = shard(TABLES, TABLE_ROWS, DIM)
         self.optimizer = torch.optim.SGD(self.model.module.dense.parameters(), lr=0.1)
-        self.source = TorchRecSource(self.model) if tracked else None
+        ebc: Any = self.model.module.ebc
+        self._ebc, self._names = ebc, ("post_lookup_tracker_fn", "_forward_pre_hooks", "_forward_hooks")
+        bare = [copy.copy(getattr(ebc, name)) for name in self._names]
+        self.source = TorchRecSource(self.model)
+        self._states = {False: bare, True: [getattr(ebc, name) for name in self._names]}
+
+    def track(self, tracked: bool) -> None:
+        for name, value in zip(self._names, self._states[tracked], strict=True):
+            setattr(self._ebc, name, value)
 
     def step(self, features: Any) -> None:
         self.optimizer.zero_grad()
@@ -150,34 +160,35 @@ class Trainer:
 
 def measure_steps(steps: int) -> tuple[float, float, float, float]:
     """Milliseconds of a bare and of a tracked step (medians), the median ratio, and the ratio of all steps' time."""
-    bare, tracked = Trainer(tracked=False), Trainer(tracked=True)
-    draw = np.random.default_rng(2)
-    times: dict[Trainer, list[float]] = {bare: [], tracked: []}
+    trainer, draw = Trainer(), np.random.default_rng(2)
+    times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(steps + 5):
         features = batch(draw, TABLES, TABLE_ROWS, BATCH, IDS_PER_BAG)
-        for trainer in (bare, tracked) if number % 2 else (tracked, bare):
-            taken = seconds(lambda trainer=trainer, features=features: trainer.step(features))
+        for tracked in (False, True) if number % 2 else (True, False):
+            trainer.track(tracked)
+            taken = seconds(partial(trainer.step, features))
             if number >= 5:
-                times[trainer].append(1000 * taken)
-        if tracked.source is not None and number % DUMP_EVERY == 0:
-            tracked.source.drain()
-    ratio = statistics.median(ours / theirs for ours, theirs in zip(times[tracked], times[bare], strict=True))
-    whole = sum(times[tracked]) / sum(times[bare])
-    return statistics.median(times[bare]), statistics.median(times[tracked]), ratio, whole
+                times[tracked].append(1000 * taken)
+        trainer.track(True)
+        if number % DUMP_EVERY == 0:
+            trainer.source.drain()
+    bare_ms, tracked_ms = times[False], times[True]
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(tracked_ms, bare_ms, strict=True))
+    return statistics.median(bare_ms), statistics.median(tracked_ms), ratio, sum(tracked_ms) / sum(bare_ms)
 
 
 def count_collectives() -> tuple[int, int, int]:
     """Those of a bare step, of a tracked step, of a dump."""
-    counts = []
-    for tracked in (False, True):
-        trainer, draw = Trainer(tracked), np.random.default_rng(3)
-        features = batch(draw, TABLES, TABLE_ROWS, BATCH, IDS_PER_BAG)
-        for _ in range(3):
-            trainer.step(features)
-        counts.append(collectives(lambda trainer=trainer, features=features: trainer.step(features)))
-    assert trainer.source is not None
+    trainer, draw = Trainer(), np.random.default_rng(3)
+    features = batch(draw, TABLES, TABLE_ROWS, BATCH, IDS_PER_BAG)
+    for _ in range(3):
+        trainer.step(features)
+    trainer.track(False)
+    bare = collectives(partial(trainer.step, features))
+    trainer.track(True)
+    tracked = collectives(partial(trainer.step, features))
     dumper = Dumper(trainer.source, SETTINGS, 0, 1)
-    return counts[0], counts[1], collectives(lambda: dumper.dump(1))
+    return bare, tracked, collectives(partial(dumper.dump, 1))
 
 
 def main() -> int:

@@ -231,7 +231,8 @@ class ZchTable:
 
     def published(self, raw_ids: Keys) -> None:
         """Note ids that the store holds from now on: those that share a row change whenever one of them is trained."""
-        self._shared_ids = unique(np.append(self._shared_ids, raw_ids[self._shares(raw_ids, self._map())]))
+        shares = (self.slots(raw_ids) == self.shared_slot) | (raw_ids == FREE)  # FREE is taken for the first free place
+        self._shared_ids = unique(np.append(self._shared_ids, raw_ids[shares]))
 
     def changed(self, shared_row: bytes) -> Keys:
         """Ids for which another row, or another content of the shared row, is served than at the last call."""
@@ -242,7 +243,6 @@ class ZchTable:
         if shared_row != self._shared_row:
             moved |= slots == self.shared_slot
         self._shared_row = shared_row
-        self._shared_ids = known[self._shares(known, self._before)]
         return known[moved]
 
     def _map(self) -> tuple[Keys, Keys]:
@@ -254,10 +254,6 @@ class ZchTable:
     def _find(self, raw_ids: Keys, places: tuple[Keys, Keys]) -> Keys:
         at = np.searchsorted(places[0][:-1], raw_ids)
         return np.where(places[0][at] == raw_ids, places[1][at], self.shared_slot)
-
-    def _shares(self, raw_ids: Keys, places: tuple[Keys, Keys]) -> Mask:
-        """Which ids have no place. The greatest int64 never has: it is taken for the first free one."""
-        return (self._find(raw_ids, places) == self.shared_slot) | (raw_ids == FREE)
 
 
 class CombinedSource:

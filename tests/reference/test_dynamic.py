@@ -17,7 +17,7 @@ from deltaproof.reference import dynamic
 from deltaproof.reference.contract import TableRef
 from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.dumper import Dumper
-from deltaproof.reference.dynamic import CombinedSource, DynamicSource, DynamicSpec, TrackerError, round_robin
+from deltaproof.reference.dynamic import CombinedSource, DynamicSource, DynamicSpec, TrackerError, ZchTable, round_robin
 from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.settings import Settings
 
@@ -102,8 +102,9 @@ class Publication(RuleBasedStateMachine):
     @rule()
     def dump(self) -> None:
         delta = self.dumper.dump(self.step)
-        for row in delta.to_pylist() if delta is not None else []:
-            self.store[row["table_fqn"], row["key_id"]] = row["embedding"]
+        rows = delta.to_pylist() if delta is not None else []
+        assert len({(row["table_fqn"], row["key_id"]) for row in rows}) == len(rows), "a key is in a delta twice"
+        self.store |= {(row["table_fqn"], row["key_id"]): row["embedding"] for row in rows}
         for (fqn, key), row in self.store.items():
             assert row == self.tables[FQNS.index(fqn)].served(keys(key))[0].tolist(), (fqn, key)
         assert self.source.drain() == {}
@@ -209,7 +210,8 @@ def test_what_one_source_drained_is_kept_when_the_next_one_raises(kit: Any) -> N
     with pytest.raises(DeltaError, match="key -1 is reserved"):
         combined.drain()
     dynamic_source._logs[FQNS[0]].clear()
-    assert {fqn: ids.tolist() for fqn, ids in combined.drain().items()} == {"m.embedding_bags.s": [2]}
+    arrays.train("m.embedding_bags.s", [3], 1.0)
+    assert {fqn: ids.tolist() for fqn, ids in combined.drain().items()} == {"m.embedding_bags.s": [2, 3]}
     assert combined.drain() == {}
 
 
@@ -240,3 +242,49 @@ def test_a_dynamic_table_reaches_the_store_with_every_bit_of_its_keys(kit: Any) 
     assert set(stored["sk"].to_pylist()) == set(pool.tolist())
     assert stored["embedding"].to_pylist() == table.served(stored["sk"].to_numpy()).tolist()
     assert [0.25, 0.25] in stored["embedding"].to_pylist()
+
+
+class ZchModule:
+    """The buffers of an MCHManagedCollisionModule: four places, of which the first three can be given, from row 100."""
+
+    _output_global_offset, _zch_size = 100, 4
+
+    def __init__(self) -> None:
+        self.put({})
+
+    def put(self, places: dict[int, int]) -> None:
+        """Raw id -> row. Free places are at the end and have the rows that are left, as TorchRec keeps them."""
+        torch = pytest.importorskip("torch")
+        free = [row for row in range(100, 104) if row not in places.values()]
+        self._mch_sorted_raw_ids = torch.tensor(sorted(places) + [2**63 - 1] * len(free))
+        self._mch_remapped_ids_mapping = torch.tensor([places[key] for key in sorted(places)] + free)
+
+
+def test_a_zch_table_says_which_published_ids_are_served_another_row() -> None:
+    module = ZchModule()
+    module.put({5: 101, 9: 100})
+    zch = ZchTable(module)
+    assert zch.shared_slot == 103
+    assert zch.slots(keys(5, 9, 7, -8, 2**63 - 1)).tolist() == [101, 100, 103, 103, 102]
+    zch.published(keys(5, 7))
+    assert zch.changed(b"row").tolist() == [7], "the shared row was not known before"
+    assert zch.changed(b"row").tolist() == []
+    assert zch.changed(b"new").tolist() == [7]
+    module.put({5: 101, 7: 100})
+    assert zch.changed(b"new").tolist() == [7, 9], "7 took the place of 9, which had been given one before all this"
+    module.put({5: 100, 7: 101})
+    assert zch.changed(b"new").tolist() == [5, 7]
+
+
+def test_the_greatest_raw_id_is_followed_through_the_free_places() -> None:
+    module = ZchModule()
+    zch = ZchTable(module)
+    assert zch.slots(keys(2**63 - 1)).tolist() == [100]
+    zch.published(keys(2**63 - 1))
+    assert zch.changed(b"row").tolist() == []
+    module.put({5: 100})
+    assert zch.changed(b"row").tolist() == [2**63 - 1]
+    zch.published(keys(5))
+    module.put({5: 100, 6: 101, 7: 102})
+    assert zch.changed(b"row").tolist() == [2**63 - 1]
+    assert zch.changed(b"new").tolist() == [2**63 - 1], "it shares the last row by now"
