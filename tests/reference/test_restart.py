@@ -474,6 +474,25 @@ def test_acknowledged_deltas_are_retained_and_undeliverable_ones_spilled_under_t
     assert publisher.generation not in (None, kept.manifest.generation)
 
 
+def test_spilled_rows_alone_are_no_rows_of_an_earlier_run(
+    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(kit, spill=str(tmp_path))
+    place.plan.set([StatusFault(id="no", code=403, count=10**6)])
+    source, publisher = place.started()
+    source.train(T, [1], 1.0)
+    for end in (lambda: publisher.finish(1), publisher.close):
+        with pytest.raises(UploadError):
+            end()
+    place.plan.set([])
+    caplog.clear()
+    source, publisher = place.started()
+    source.train(T, [1], 2.0)
+    publisher.finish(1)
+    assert publisher.uploader.ts_last > 10**12
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_what_was_spilled_after_the_checkpoint_is_published_again_so_that_nothing_is_left_to_resend(
     kit: Any, tmp_path: Path
 ) -> None:
