@@ -128,10 +128,12 @@ class Shard(NamedTuple):
 @st.composite
 def some_shards(draw: st.DrawFn, states: Sequence[State] = ("acknowledged", "acknowledged", "spilled")) -> list[Shard]:
     """Of several ranks, which may have given a key the same ts (a replicated table); ts ascend in a shard."""
-    rows = st.lists(st.tuples(keys, stamps, values), max_size=12).map(lambda rows: sorted(rows, key=lambda row: row[1]))
+    rows = st.lists(st.tuples(keys, stamps, values), min_size=1, max_size=12).map(
+        lambda rows: sorted(rows, key=lambda row: row[1])
+    )
     damage = st.sampled_from([None, None, None, "shard-flip", "manifest-flip", "shard-gone", "manifest-gone"])
     shard = st.builds(Shard, st.integers(0, 2), st.sampled_from(states), rows, damage, st.integers(0, 2**20))
-    return draw(st.lists(shard, max_size=6))
+    return draw(st.lists(shard, min_size=1, max_size=6))
 
 
 def write_shards(place: Place, drawn: list[Shard]) -> None:
@@ -710,3 +712,19 @@ def test_memory_does_not_grow_with_the_rows_that_are_read(kit: Any) -> None:
             return max(peaks)
 
     assert peak_of(24) < 1.5 * peak_of(3) < 24 * rows * dim * 4
+
+
+def test_no_more_keys_wait_to_be_merged_than_may_be_held(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seq in range(10):
+        many_rows(place, 40 + seq)
+    settle, held = Survey._settle, []
+
+    def noted(survey: Survey, newest: dict[str, Newest], *rest: Any) -> int:
+        held.append(sum(len(keys) for table in newest.values() for keys, _ in table._waiting))
+        return settle(survey, newest, *rest)
+
+    monkeypatch.setattr(Survey, "_settle", noted)
+    survey = Survey(place.files, find(place.files), "acknowledged")
+    survey.keys_max = 10
+    assert sum(len(newest.keys) for share in survey.shares() for newest in share.values()) == 49
+    assert max(held) <= 2 * survey.keys_max + 49  # a row group here is a whole shard
