@@ -44,12 +44,15 @@ def server(credentials: CredentialServer) -> Iterator[FeatureStoreServer]:
 
 
 @pytest.fixture
-def emitted(credentials: CredentialServer, caplog: pytest.LogCaptureFixture, capfd: Any) -> Iterator[list[str]]:
-    """Texts a test collects; at its end these, all logs and both streams are searched for secrets."""
+def emitted(
+    credentials: CredentialServer, caplog: pytest.LogCaptureFixture, capfd: Any, tmp_path: Path
+) -> Iterator[list[str]]:
+    """Texts a test collects; at its end these, all logs, both streams and all files are searched for secrets."""
     caplog.set_level(logging.DEBUG)
     texts: list[str] = []
     yield texts
-    everything = "\n".join([*texts, caplog.text, *capfd.readouterr()])
+    files = [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
+    everything = "\n".join([*texts, *files, caplog.text, *capfd.readouterr()])
     for secret in {*credentials.vault.secrets(), PASSWORD}:
         assert secret not in everything
         assert secret[:20] not in everything
@@ -87,10 +90,10 @@ def stored(server: FeatureStoreServer) -> dict[int, list[float]]:
     ids=lambda fault: fault.id if fault else "none",
 )
 def test_an_expired_token_is_replaced_from_the_real_chain_and_nothing_is_lost(
-    kit: Any, credentials: CredentialServer, server: FeatureStoreServer, emitted: list[str], fault: Any
+    kit: Any, credentials: CredentialServer, server: FeatureStoreServer, emitted: list[str], fault: Any, tmp_path: Path
 ) -> None:
     """The credential and the store's token are revoked in mid-run, and the endpoint stutters when asked for another."""
-    source, publisher = publisher_on(kit, server)
+    source, publisher = publisher_on(kit, server, retain=str(tmp_path / "retained"))
     with publisher:
         publisher.start()
         train(source, publisher, 1, 6)
@@ -100,8 +103,9 @@ def test_an_expired_token_is_replaced_from_the_real_chain_and_nothing_is_lost(
         server.add_fault(TokenRevokedFault(id="revoked"))
         train(source, publisher, 7, 12)
         publisher.finish(12)
-        emitted.append(repr(publisher.uploader.metrics()))
+        emitted += map(repr, [publisher, publisher.uploader, publisher.uploader.metrics(), publisher.state_dict(12)])
         assert publisher.uploader.counters["reconnects"] == 1
+    assert len(list((tmp_path / "retained").rglob("*.parquet"))) == 3
     assert credentials.vault.issued == 2
     assert fault is None or credentials.fired() == {fault.id: fault.count}
     assert stored(server) == {key: source.weights[T][key].tolist() for key in range(1, 60)}
@@ -116,9 +120,15 @@ def test_an_expired_token_is_replaced_from_the_real_chain_and_nothing_is_lost(
     ids=["quotes-a-live-token", "refusal"],
 )
 def test_an_endpoint_that_never_gives_another_token_ends_the_job_with_the_steps_named(
-    kit: Any, credentials: CredentialServer, server: FeatureStoreServer, emitted: list[str], fault: Any, said: str
+    kit: Any,
+    credentials: CredentialServer,
+    server: FeatureStoreServer,
+    emitted: list[str],
+    fault: Any,
+    said: str,
+    tmp_path: Path,
 ) -> None:
-    source, publisher = publisher_on(kit, server, retry_attempts_max=3)
+    source, publisher = publisher_on(kit, server, retry_attempts_max=3, spill=str(tmp_path / "spilled"))
     publisher.start()
     credentials.add_fault(fault)
     server.add_fault(TokenRevokedFault(id="revoked"))
@@ -127,6 +137,9 @@ def test_an_endpoint_that_never_gives_another_token_ends_the_job_with_the_steps_
         publisher.finish(5)
     assert caught.value.unacknowledged == (5,)
     assert publisher.uploader.counters["retries"] == 2
+    with pytest.raises(UploadError, match=r"59 of the rows were spilled"):
+        publisher.close(drain=False)
+    assert len(list((tmp_path / "spilled").rglob("*.parquet"))) == 1
     emitted += [str(caught.value), repr(caught.value)]
 
 
