@@ -344,6 +344,73 @@ class LeakyError(Fault, frozen=True, kw_only=True, tag="leaky-error"):
         return found
 
 
+class _AtDisk(Fault, frozen=True, kw_only=True):
+    """Strikes the ``nth`` write of a rank, in one attempt, to the shards that it retains or spills."""
+
+    family: ClassVar[str] = "disk"
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "rank"
+    rank: int
+    nth: int = 1
+    attempt: int = 0
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.nth < 1:
+            found.append(f"nth is {self.nth}; the first write is 1")
+        if not scenario.publisher.retain and not scenario.publisher.spill:
+            found.append("publisher.retain and publisher.spill are false, so there is nothing to write")
+        return found
+
+
+class DiskCrash(_AtDisk, frozen=True, kw_only=True, tag="disk-crash"):
+    """A rank is ended by SIGKILL in the middle of its ``nth`` write to a shard or manifest: half of the bytes are
+    there."""
+
+
+class DiskError(_AtDisk, frozen=True, kw_only=True, tag="disk-error"):
+    """The ``nth`` write of a rank to a shard or manifest, and the ``count`` - 1 after it, fail half-way: the disk is
+    full (``ENOSPC``) or broken (``EIO``)."""
+
+    count: int = 1
+    error: Literal["ENOSPC", "EIO"] = "ENOSPC"
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "tolerate"
+
+    @property
+    def failures(self) -> int:
+        return self.count
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.count < 1:
+            found.append(f"count is {self.count}; it must be at least 1")
+        return found
+
+
+class ShardCorrupted(Fault, frozen=True, kw_only=True, tag="shard-corrupted"):
+    """After the job and before its readback a bit flips in the ``nth`` retained shard, by step and rank (-1: the
+    last)."""
+
+    family: ClassVar[str] = "disk"
+    strikes: ClassVar[Literal["rank", "store", "model"]] = "model"
+    nth: int = 1
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "tolerate"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.nth == 0:
+            found.append("nth is 0; the first shard is 1, the last one -1")
+        if not scenario.publisher.readback:
+            found.append("publisher.readback is false, so nobody would notice")
+        return found
+
+
 class CloseRaces(Fault, frozen=True, kw_only=True, tag="close-races"):
     """Another thread calls ``close()`` ``delay_ms`` after this rank called ``finish()``, as a handler of preemption
     does."""
@@ -600,6 +667,9 @@ AnyFault = (
     | RefusedVersion
     | StorageReplaced
     | LeakyError
+    | DiskCrash
+    | DiskError
+    | ShardCorrupted
     | AnyStoreFault
 )
 

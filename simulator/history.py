@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from .disk import Shard
 from .scenario import Scenario, Table
 
 #: One row of a ledger file. ``what``: 0 initial value, 1 value after the step changed it, 2 looked up by this rank's
@@ -66,8 +67,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``who`` is ``rank3``, ``store`` or ``supervisor``. ``attempt`` counts the starts of the job that the event's writer
     took part in (the store: 0 always); ``step`` is that attempt's own count. Kinds written by a rank: ``rank-start``,
     ``model-ready``, ``restored``, ``publisher-started``, ``step``, ``after-step``, ``evaluation``, ``checkpoint``,
-    ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``fault``, ``error``, ``rank-end``. By the supervisor:
-    ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store: ``request``, ``fault``.
+    ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``readback``, ``fault``, ``error``, ``rank-end``. By the
+    supervisor: ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store: ``request``, ``fault``.
     """
 
     t_ms: float
@@ -319,7 +320,7 @@ class History:
     index; ``schedule``: the choices of the virtual engine's scheduler, which repeat the run; ``planted``: names of the
     secrets that were planted, and searched for in every file that the run left; ``leaks``: where one was found;
     ``attempts``: all starts of the job, when there were several (``starts`` has them always); ``outcomes`` are those of
-    the last one."""
+    the last one; ``retained``: the copies of acknowledged deltas that the ranks left, None when they kept none."""
 
     scenario: Scenario
     target: str
@@ -338,6 +339,7 @@ class History:
     planted: tuple[str, ...] = ()
     leaks: list[Leak] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
+    retained: list[Shard] | None = None
 
     @property
     def starts(self) -> list[Attempt]:

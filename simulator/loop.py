@@ -14,8 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from .disk import corrupt
 from .errors import KitError, ScenarioError
 from .faults import (
     BadRow,
@@ -30,11 +32,12 @@ from .faults import (
     InjectedFault,
     QuietTable,
     RefusedVersion,
+    ShardCorrupted,
     StorageReplaced,
 )
 from .instrument import Points, Recorder
 from .scenario import Scenario
-from .target import VERSION, RankContext, resolve
+from .target import VERSION, RankContext, readback, resolve
 from .workload import Bags, Workload
 
 F = TypeVar("F", bound=Fault)
@@ -214,6 +217,21 @@ class TrainingLoop(abc.ABC):
             publisher.close()
         self.events.write("closed", step=self.own_step)
         self.points.passing("finish.after")
+        if self.scenario.publisher.readback and self.agree(True, "all") and self.rank == 0:
+            self._read_back()
+
+    def _read_back(self) -> None:
+        """Compare what was retained with the store, now that every rank is done."""
+        context = self.context()
+        for index, fault in self._planned(ShardCorrupted):
+            damaged = context.retain and corrupt(Path(context.retain), fault.nth)
+            if damaged:
+                self.points.fired(index, shard=damaged)
+        try:
+            report = readback(self.target, context)
+        except Exception as error:
+            report = {"error": f"{type(error).__name__}: {error}"}
+        self.events.write("readback", report=report)
 
     def _continue(self, publisher: Any) -> None:
         """Restore model and publisher from the newest checkpoint, or let both begin anew."""

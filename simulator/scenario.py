@@ -83,6 +83,8 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
     ``batch_size`` rows per request; ``retry_attempts_max`` tries per step; deltas wait in a queue of at most
     ``queue_steps_max`` steps and ``queue_bytes_max`` bytes; ``flush_timeout_s`` for one answer, ``close_timeout_s`` for
     everything that is left at the end; ``settle_s`` that a restarted job waits for the last requests of the one before.
+    With ``retain`` a copy of every acknowledged delta is kept in a folder of the run, with ``spill`` of every one that
+    could not be delivered; with ``readback`` rank 0 compares the former with the store when the job is done.
     """
 
     every_steps: int = 3
@@ -99,6 +101,9 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
     flush_timeout_s: float = 300.0
     close_timeout_s: float = 600.0
     settle_s: float = 0.1
+    retain: bool = False
+    spill: bool = False
+    readback: bool = False
 
     @property
     def patience_ms(self) -> float:
@@ -277,6 +282,8 @@ class Scenario(_Data, frozen=True, kw_only=True):
         for index, restart in enumerate(self.restarts):
             if restart.world_size is not None:
                 at_least(f"restarts[{index}].world_size", restart.world_size, 1, 64)
+        if self.publisher.readback and not self.publisher.retain:
+            found.append("publisher.readback needs publisher.retain: there is nothing to compare with the store")
         if not self.tables:
             found.append("tables is empty; a model needs at least one table")
         found += self._table_problems()

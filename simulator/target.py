@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from .errors import ScenarioError
 from .scenario import PublisherConfig, Table
 
@@ -56,7 +58,8 @@ class PublisherTarget(Protocol):
 class RankContext:
     """All that a factory is told. ``model`` is the sharded TorchRec model, or, on the virtual engine, a table source
     (`reference.dumper.TableSource`) that stands for it; ``client_factory()`` gives a client with the
-    ``feature_store_py`` interface, logged in as this rank; ``barrier()`` is a collective over all ranks."""
+    ``feature_store_py`` interface, logged in as this rank; ``barrier()`` is a collective over all ranks. ``retain`` and
+    ``spill``: folders for copies of what was acknowledged, and of what could not be delivered."""
 
     rank: int
     world_size: int
@@ -70,6 +73,8 @@ class RankContext:
     view: str = VIEW
     entity: str = ENTITY
     version: str = VERSION
+    retain: str | None = None
+    spill: str | None = None
 
 
 def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
@@ -101,10 +106,41 @@ def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
 def reference(context: RankContext) -> PublisherTarget:
     """The reference publisher on the context's model and store."""
     from ..reference.publisher import Publisher
+
+    return Publisher(
+        source_of(context.model),
+        context.client_factory(),
+        _settings(context),
+        rank=context.rank,
+        world_size=context.world_size,
+        barrier=context.barrier,
+        connect=context.client_factory,
+    )
+
+
+def readback(target: str, context: RankContext) -> dict[str, Any] | None:
+    """Compare the retained shards with the store, as the target does it; None for one that cannot.
+
+    A report has ``agrees`` and, by verdict, the number of keys: docs/readback.md.
+    """
+    from ..reference.readback import Readback, StoreReader, choose
+    from ..reference.shards import Files, find
+
+    if context.retain is None or not (target == "reference" or target.startswith("specimen:")):
+        return None
+    settings = _settings(context)
+    project = context.client_factory().get_project(settings.project)
+    view = project.get_dynamic_embedding_feature_view(settings.view)
+    files = Files(context.retain)
+    report = Readback(files, choose(find(files)), StoreReader(view, settings, context.rank, context.world_size)).run()
+    return {**msgspec.to_builtins(report), "agrees": report.agrees}
+
+
+def _settings(context: RankContext) -> Any:
     from ..reference.settings import Settings
 
     config = context.config
-    settings = Settings(
+    return Settings(
         project=context.project,
         view=context.view,
         entity=context.entity,
@@ -123,15 +159,8 @@ def reference(context: RankContext) -> PublisherTarget:
         flush_timeout_s=config.flush_timeout_s,
         close_timeout_s=config.close_timeout_s,
         settle_s=config.settle_s,
-    )
-    return Publisher(
-        source_of(context.model),
-        context.client_factory(),
-        settings,
-        rank=context.rank,
-        world_size=context.world_size,
-        barrier=context.barrier,
-        connect=context.client_factory,
+        retain=context.retain,
+        spill=context.spill,
     )
 
 

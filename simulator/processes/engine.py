@@ -36,6 +36,7 @@ import urllib3
 
 from ...fakes.feature_store_py import FeatureStoreClient
 from ...fakes.server.state import DEFAULT_TOKEN
+from ..disk import read_shards
 from ..errors import KitError, ScenarioError
 from ..history import (
     FINAL_SCHEMA,
@@ -193,6 +194,8 @@ class ProcessEngine:
         planted = {"datasource token": DEFAULT_TOKEN, **secrets}
         planted |= {f"login of rank {r}": base64.b64encode(who.encode()).decode() for r, who in enumerate(logins)}
         history.planted, history.leaks = tuple(planted), find_leaks(folder, planted)
+        if scenario.publisher.retain:
+            history.retained = read_shards(folder / "retained")
         if self._keep is not None:
             shutil.copytree(folder, self._keep / f"run{self._runs}-{scenario.name}", dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -349,14 +352,13 @@ class Supervisor:
         self.scenario, self.attempt = scenario.of_attempt(attempt), attempt
         self.folder = folder / f"attempt-{attempt}" if attempt else folder
         self.folder.mkdir(exist_ok=True)
-        checkpoints = folder / "checkpoints"
-        checkpoints.mkdir(exist_ok=True)
+        (folder / "checkpoints").mkdir(exist_ok=True)
         self.events: list[Event] = []
         self.stacks: dict[int, str] = {}
         self.begin_ms = self.end_ms = 0.0
         self._ended: dict[int, str] = {}
         text = scenario.to_json()
-        common = (target, endpoint, str(self.folder), secrets, attempt, str(checkpoints))
+        common = (target, endpoint, str(self.folder), secrets, attempt, str(folder))
         self.ranks: list[BaseProcess] = [
             context.Process(  # type: ignore[attr-defined]
                 target=rank_module.main,

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..clocks import SkewedClocks
+from ..disk import FaultyDisk
 from ..errors import ScenarioError
+from ..faults import DiskCrash, DiskError
 from ..history import EventWriter, LedgerWriter
 from ..instrument import ObservedClient
 from ..loop import Checkpoint, TrainingLoop
@@ -39,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 class RankSpec:
     """What the supervisor tells a rank. ``endpoint``: host:port of the store; ``folder``: of this run; ``secrets``:
     environment variables with values that must not appear in anything the run leaves behind; ``attempt``: 0 for the
-    first start of the job; ``checkpoints``: a folder that all attempts share."""
+    first start of the job; ``run``: the folder of the run, which all attempts share."""
 
     scenario: str
     rank: int
@@ -48,7 +50,7 @@ class RankSpec:
     folder: str
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     attempt: int = 0
-    checkpoints: str = ""
+    run: str = ""
 
 
 def die_with_parent() -> None:
@@ -114,6 +116,11 @@ class Run(TrainingLoop):
         self.clocks = SkewedClocks(self.clock_read)
         if self.skewed:
             self.clocks.install()
+        disk_faults: list[tuple[int, DiskCrash] | tuple[int, DiskError]]
+        disk_faults = [*self._planned(DiskCrash), *self._planned(DiskError)]
+        if disk_faults:
+            folders = [f"{spec.run}/{name}" for name in ("retained", "spilled")]
+            FaultyDisk(disk_faults, folders, self.points.fired, self.die).install()
 
     def everything(self) -> None:
         import torch
@@ -178,7 +185,7 @@ class Run(TrainingLoop):
         import torch.distributed as dist
 
         name = f"attempt-{self.attempt:03d}-step-{step:09d}"
-        unfinished = Path(self.spec.checkpoints) / f"unfinished-{name}"
+        unfinished = Path(self.spec.run) / "checkpoints" / f"unfinished-{name}"
         self._model.save(unfinished)
         torch.save(dict(state), unfinished / f"publisher-{self.rank:05d}.pt")
         dist.barrier()
@@ -189,7 +196,7 @@ class Run(TrainingLoop):
     def restore(self) -> Checkpoint | None:
         import torch
 
-        newest = max(Path(self.spec.checkpoints).glob("attempt-*"), default=None)
+        newest = max((Path(self.spec.run) / "checkpoints").glob("attempt-*"), default=None)
         if newest is not None:
             self._model.load(newest)
         self._model.begin()
@@ -228,4 +235,6 @@ class Run(TrainingLoop):
             barrier=dist.barrier,
             endpoint=self.spec.endpoint,
             version=self.version,
+            retain=f"{self.spec.run}/retained" if self.scenario.publisher.retain else None,
+            spill=f"{self.spec.run}/spilled" if self.scenario.publisher.spill else None,
         )

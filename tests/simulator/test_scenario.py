@@ -152,6 +152,19 @@ BAD = {
         {"faults": [{"fault": "exhaustion", "rank": 0, "batches": 1}], "restarts": [{}]},
         "do not go together",
     ),
+    "a disk that nobody writes to": (
+        {"faults": [{"fault": "disk-error", "rank": 0}]},
+        "publisher.retain and publisher.spill are false",
+    ),
+    "a damage that nobody looks for": (
+        {"publisher": {"retain": True}, "faults": [{"fault": "shard-corrupted"}]},
+        "publisher.readback is false",
+    ),
+    "the shard before the first": (
+        {"publisher": {"retain": True, "readback": True}, "faults": [{"fault": "shard-corrupted", "nth": 0}]},
+        "nth is 0",
+    ),
+    "a readback of nothing": ({"publisher": {"readback": True}}, "publisher.readback needs publisher.retain"),
     "no queue": ({"publisher": {"queue_steps_max": 0}}, "publisher.queue_steps_max is 0"),
     "no minutes": ({"publisher": {"every_minutes": 0}}, "publisher.every_minutes is 0"),
     "clocks that go back": ({"workload": {"step_seconds": -1}}, "workload.step_seconds is -1"),
