@@ -133,6 +133,18 @@ def served(history: History) -> dict[str, Rows]:
     return _match_once(history, "final", history.final)
 
 
+def contains(some: Rows, asked: Rows) -> np.ndarray:
+    """bool (n,): which rows of ``asked`` are among ``some``, with the same key, ts and bits."""
+    if not len(some.keys) or not len(asked.keys):
+        return np.zeros(len(asked.keys), bool)
+    pairs = ((some.keys, asked.keys), (some.ts, asked.ts), (some.values, asked.values))
+    keys, ts, values = (np.concatenate(pair) for pair in pairs)
+    groups = np.unique(np.stack([keys, ts, _codes(values)], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    of_some = groups[: len(some.keys)][some.sized]
+    found: np.ndarray = np.isin(groups[len(some.keys) :], of_some) & asked.sized
+    return found
+
+
 def touched(ledger: LedgerTable, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """First and last step, int64 (rows,) each, at which a key was touched: looked up in training by ``rank`` (None:
     by any rank, or changed, which also shows the lookup of a rank that was killed before it could write it down).

@@ -13,7 +13,9 @@ from .no_phantom_rows import no_phantom_rows
 from .no_secret_leak import no_secret_leak
 from .no_silent_loss import no_silent_loss
 from .quiet_hot_path import quiet_hot_path
+from .readback_agrees import readback_agrees
 from .restart_converges import restart_converges
+from .retained_equals_store import retained_equals_store
 from .terminates import terminates
 
 #: Name -> function, in the order of reports.
@@ -27,6 +29,8 @@ PROPERTIES: dict[str, Property] = {
     "terminates": terminates,
     "fails-loudly": fails_loudly,
     "restart-converges": restart_converges,
+    "retained-equals-store": retained_equals_store,
+    "readback-agrees": readback_agrees,
     "quiet-hot-path": quiet_hot_path,
     "bounded-memory": bounded_memory,
     "no-secret-leak": no_secret_leak,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...simulator.faults import Fault, RankKill
+from ...simulator.faults import DiskCrash, Fault, RankKill
 from ...simulator.history import Event, History, RankOutcome
 from .. import evidence
 from ..verdict import Finding, Violation
@@ -78,7 +78,7 @@ def _judge_attempt(history: History, attempt: int, finding: Finding) -> None:
     finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
     vanished = [o for o in failed if o.status == "vanished"]
     finding.report(vanished, lambda o: violation(o, f"vanished (exit code {o.exitcode}): no error, and not finished"))
-    planned = {fault.rank for fault, _ in struck if isinstance(fault, RankKill)}
+    planned = {fault.rank for fault, _ in struck if isinstance(fault, RankKill | DiskCrash)}
     killed = [o for o in failed if o.status == "killed" and o.rank not in planned]
     finding.report(killed, lambda o: violation(o, f"died of a signal that nobody sent (exit code {o.exitcode})"))
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from deltaproof.simulator import faults
+from deltaproof.simulator.disk import Shard
 from deltaproof.simulator.history import (
     FINAL_SCHEMA,
     WRITES_SCHEMA,
@@ -30,6 +31,10 @@ from deltaproof.simulator.scenario import PublisherConfig, Restart, Scenario, Ta
 ATTEMPTS_MAX = 4
 
 Strike = faults.RankRaise | faults.RankKill
+SHARD_SCHEMA = pa.schema(
+    [("embedding_name", pa.string()), ("key_id", pa.int64()), ("ts", pa.int64()), ("embedding", pa.list_(pa.float32()))]
+)
+
 Delta = list[tuple[int, int, np.ndarray]]  # (table index, key, row)
 Batch = tuple[int, Delta]  # ts, rows
 
@@ -132,6 +137,7 @@ class Model:
         self.refusals = sum(f.count for f in scenario.faults if isinstance(f, faults.StoreError))
         self.refused = 0
         self.written = [0 for _ in ranks]
+        self.shards: list[Shard] = []
         self.attempts: list[Attempt] = []
         self.attempt = self.shift = self.restored = 0
         self.begin_ms = self.now_ms
@@ -274,14 +280,26 @@ class Model:
             self.refusals -= 1
             self._attempt(rank, delta, refused=True)
             self._refuse(rank)
-        self._attempt(rank, delta)
+        self._retain(rank, delta, self._attempt(rank, delta))
+
+    def _retain(self, rank: int, delta: Delta, stamps: list[int]) -> None:
+        """A copy of what was acknowledged, kept before anybody is told."""
+        rows = [
+            {"embedding_name": self.ledgers[index].embedding_name, "key_id": key, "ts": ts, "embedding": value}
+            for (index, key, value), ts in zip(delta, stamps, strict=True)
+        ]
+        manifest = {"state": "acknowledged", "rank": rank, "rows": len(rows)}
+        self.shards.append(Shard(f"shard-{len(self.shards):06d}", manifest, pa.Table.from_pylist(rows, SHARD_SCHEMA)))
 
     def _refuse(self, rank: int) -> None:
         self.refused += 1
         self._event("fault", rank, who="store", index=0, client=f"rank{rank}")
 
-    def _attempt(self, rank: int, delta: Delta, refused: bool = False) -> None:
-        """Windows of batches, each closed by a flush; in the one that is refused any of the rows may be missing."""
+    def _attempt(self, rank: int, delta: Delta, refused: bool = False) -> list[int]:
+        """Windows of batches, each closed by a flush; in the one that is refused any of the rows may be missing.
+
+        Returns the ts of each row.
+        """
         size, width = int(self.rng.integers(1, 5)), int(self.rng.integers(1, 4))
         batches: list[Batch] = []
         for start in range(0, len(delta), size):
@@ -291,6 +309,7 @@ class Model:
         fatal = int(self.rng.integers(0, len(windows))) if refused else len(windows)
         for number, window in enumerate(windows[: fatal + 1]):
             self._window(rank, window, refused=number == fatal)
+        return [ts for ts, batch in batches for _ in batch]
 
     def _window(self, rank: int, window: list[Batch], refused: bool) -> None:
         for ts, _ in window:
@@ -384,7 +403,7 @@ class Model:
                 since=self.attempts[-1].since,
             )
         fired = [self.refused if isinstance(f, faults.StoreError) else 1 for f in self.scenario.faults]
-        return with_writes(
+        history = with_writes(
             History(
                 scenario=self.scenario,
                 target="model",
@@ -398,9 +417,36 @@ class Model:
                 final=pa.Table.from_pylist([], FINAL_SCHEMA),
                 fired=fired,
                 planted=("FEATUREDB_PASSWORD",),
+                retained=self.shards,
             ),
             self.writes,
         )
+        if history.succeeded:
+            history.events.append(
+                Event(t_ms=self.now_ms + 1, who="rank0", kind="readback", rank=0, data={"report": told(history)})
+            )
+        return history
+
+
+def told(history: History) -> dict[str, Any]:
+    """What a readback has to say of this history: of each key, how its newest retained row compares with the store."""
+    newest: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for shard in history.retained or [] if shard.rows is not None for row in shard.rows.to_pylist()):
+        where = (row["embedding_name"], row["key_id"])
+        if where not in newest or newest[where]["ts"] < row["ts"]:
+            newest[where] = row
+    served = {(row["pk"], row["sk"]): row for row in history.final.to_pylist()}
+    verdicts = dict.fromkeys(("MATCH", "SUPERSEDED", "MISSING", "DIFFERENT", "CORRUPT_LOCAL"), 0)
+    for where, row in newest.items():
+        now = served.get(where)
+        if now is None:
+            verdicts["MISSING"] += 1
+        elif now["ts"] > row["ts"]:
+            verdicts["SUPERSEDED"] += 1
+        else:
+            verdicts["MATCH" if (now["ts"], now["embedding"]) == (row["ts"], row["embedding"]) else "DIFFERENT"] += 1
+    sound = not verdicts["MISSING"] and not verdicts["DIFFERENT"]
+    return {"verdicts": verdicts, "damaged": {}, "agrees": bool(newest) and sound}
 
 
 def with_writes(history: History, writes: list[dict[str, Any]]) -> History:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -19,10 +20,11 @@ from deltaproof.conformance.judge import judge
 from deltaproof.conformance.properties import PROPERTIES
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator import faults
+from deltaproof.simulator.disk import Shard
 from deltaproof.simulator.history import Event, History, Leak, RankOutcome
 from deltaproof.simulator.scenario import Scenario, Workload
 
-from .histories import Model, failed, legal, restarted, rows_of, succeeded, touched_keys, with_writes
+from .histories import SHARD_SCHEMA, Model, failed, legal, restarted, rows_of, succeeded, touched_keys, with_writes
 
 Breaker = Callable[[History, random.Random], History | None]
 
@@ -512,6 +514,106 @@ def secret_in_a_file(history: History, chance: random.Random) -> History | None:
     return dataclasses.replace(history, leaks=[leak])
 
 
+# --------------------------------------------------------------- copies and readbacks are not what they say
+def changed_shard(change: Callable[[Shard, random.Random], Shard]) -> Breaker:
+    """A breaker that changes one retained shard with rows."""
+
+    def breaker(history: History, chance: random.Random) -> History | None:
+        shards = list(history.retained or [])
+        i = chance_of(chance, [i for i, shard in enumerate(shards) if shard.rows is not None and shard.rows.num_rows])
+        if i is None:
+            return None
+        shards[i] = change(shards[i], chance)
+        return dataclasses.replace(history, retained=shards)
+
+    breaker.__name__ = change.__name__
+    return breaker
+
+
+@changed_shard
+def torn_shard(shard: Shard, chance: random.Random) -> Shard:
+    return dataclasses.replace(shard, rows=None, damage="the shard is torn: 7 bytes that are no Parquet file")
+
+
+@changed_shard
+def manifest_without_its_shard(shard: Shard, chance: random.Random) -> Shard:
+    return dataclasses.replace(shard, rows=None, damage="there is a manifest and no shard")
+
+
+@changed_shard
+def retained_row_of_nobody(shard: Shard, chance: random.Random) -> Shard:
+    rows = shard.rows.to_pylist() if shard.rows is not None else []
+    row = chance.choice(rows)
+    row["ts" if chance.random() < 0.5 else "key_id"] += 10**6
+    return dataclasses.replace(shard, rows=pa.Table.from_pylist(rows, SHARD_SCHEMA))
+
+
+def served_row_in_no_shard(history: History, chance: random.Random) -> History | None:
+    """The shard of a delta was replaced by that of an empty one."""
+    served = {(r["pk"], r["sk"], r["ts"]) for r in history.final.to_pylist()}
+    shards = list(history.retained or [])
+    full = [
+        i
+        for i, shard in enumerate(shards)
+        if any(
+            (r["embedding_name"], r["key_id"], r["ts"]) in served
+            for r in (shard.rows.to_pylist() if shard.rows is not None else [])
+        )
+    ]
+    i = chance_of(chance, full)
+    if i is None:
+        return None
+    shards[i] = dataclasses.replace(shards[i], rows=SHARD_SCHEMA.empty_table())
+    return dataclasses.replace(history, retained=shards)
+
+
+def changed_readback(change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Breaker:
+    """A breaker that changes what the readback said."""
+
+    def breaker(history: History, chance: random.Random) -> History | None:
+        events = list(history.events)
+        i = next(i for i, e in enumerate(events) if e.kind == "readback")
+        report = change(dict(events[i].data["report"]))
+        events[i] = msgspec.structs.replace(events[i], data={"report": report})
+        return None if report is None else dataclasses.replace(history, events=events)
+
+    breaker.__name__ = change.__name__
+    return breaker
+
+
+@changed_readback
+def match_called_a_mismatch(report: dict[str, Any]) -> dict[str, Any] | None:
+    counts = report["verdicts"]
+    moved = {**counts, "MATCH": counts["MATCH"] - 1, "DIFFERENT": counts["DIFFERENT"] + 1}
+    return {**report, "verdicts": moved, "agrees": False} if counts["MATCH"] else None
+
+
+@changed_readback
+def key_left_out(report: dict[str, Any]) -> dict[str, Any] | None:
+    counts = report["verdicts"]
+    return {**report, "verdicts": {**counts, "MATCH": counts["MATCH"] - 1}} if counts["MATCH"] else None
+
+
+@changed_readback
+def agreement_denied(report: dict[str, Any]) -> dict[str, Any] | None:
+    return {**report, "agrees": not report["agrees"]}
+
+
+@changed_readback
+def sound_shards_called_damaged(report: dict[str, Any]) -> dict[str, Any] | None:
+    return {**report, "damaged": {"a.json": "torn"}}
+
+
+@changed_readback
+def readback_that_failed(report: dict[str, Any]) -> dict[str, Any] | None:
+    return {"error": "TransportError: no"}
+
+
+def corrupt_shard_trusted(history: History, chance: random.Random) -> History | None:
+    """A shard is damaged, and the readback says what it would have said of the sound one."""
+    return torn_shard(history, chance)
+
+
 BREAKERS: dict[str, list[Breaker]] = {
     "no-lost-rows": [
         served_row_dropped,
@@ -557,6 +659,20 @@ BREAKERS: dict[str, list[Breaker]] = {
     "quiet-hot-path": [collective_in_a_step, dumps_in_a_row],
     "bounded-memory": [little_room],
     "no-secret-leak": [secret_in_a_file],
+    "retained-equals-store": [
+        torn_shard,
+        manifest_without_its_shard,
+        retained_row_of_nobody,
+        served_row_in_no_shard,
+    ],
+    "readback-agrees": [
+        match_called_a_mismatch,
+        key_left_out,
+        agreement_denied,
+        sound_shards_called_damaged,
+        readback_that_failed,
+        corrupt_shard_trusted,
+    ],
 }
 
 
