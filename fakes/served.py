@@ -28,22 +28,26 @@ class Served:
     _failure: BaseException | None = None
 
     def start(self) -> Self:
-        """Take the port and serve; returns once requests are answered."""
+        """Take the port and serve; returns once requests are answered. Raises RuntimeError and what ``_open`` raises."""
         self._open()
         ready = threading.Event()
         self._failure = None
         self._thread = threading.Thread(target=self._run, args=(ready,), name=f"deltaproof {self.WHAT}", daemon=True)
         self._thread.start()
-        if not ready.wait(START_TIMEOUT_S) or self._failure is not None:
-            raise RuntimeError(f"the {self.WHAT} did not start within {START_TIMEOUT_S:g} s") from self._failure
+        if not ready.wait(START_TIMEOUT_S):
+            raise RuntimeError(f"the {self.WHAT} did not start within {START_TIMEOUT_S:g} s")
+        if self._failure is not None:
+            self.stop()
+            raise RuntimeError(f"the {self.WHAT} did not start") from self._failure
         return self
 
     def stop(self) -> None:
-        """Stop serving; open connections are closed. Safe to call twice."""
+        """Stop serving; open connections are closed. Safe to call twice. Raises RuntimeError when it takes too long."""
         if self._thread is None:
             return
         if self._thread.is_alive():
-            self._halt()
+            if self._failure is None:  # else the thread is about to end
+                self._halt()
             self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive():
                 raise RuntimeError(f"the {self.WHAT} did not stop within {STOP_TIMEOUT_S:g} s")

@@ -63,3 +63,21 @@ def test_setting_a_plan_starts_counts_anew_and_a_bad_one_changes_nothing() -> No
     assert counts(plan) == {"a": 1, "b": 0}
     plan.set([Strikes(id="a")])
     assert counts(plan) == {"a": 0}
+
+
+def test_every_fake_s_faults_have_windows_and_chances() -> None:
+    now_ms = [0.0]
+    plan: Plan[Strikes] = Plan(lambda: now_ms[0])
+    plan.set(
+        [Strikes(id="window", from_ms=5, until_ms=7, count=9), Strikes(id="half", count=99, probability=0.5, seed=1)]
+    )
+    struck: list[str | None] = []
+    for ms in range(40):
+        now_ms[0] = ms
+        _, main, _ = plan.meet()
+        struck.append(main and main.id)
+    assert [at for at, name in enumerate(struck) if name == "window"] == [5, 6]
+    assert 8 < struck.count("half") < 32
+    for bad in (Strikes(id="f", probability=0.0), Strikes(id="f", from_ms=3, until_ms=3), Strikes(id="f", from_ms=-1)):
+        with pytest.raises(InvalidParameter, match="fault f"):
+            plan.add(bad)
