@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import ClassVar, Final, Self
@@ -25,20 +25,20 @@ class Served:
     WHAT: ClassVar[str]  # named by errors and by the thread
 
     _thread: threading.Thread | None = None
-    _failure: BaseException | None = None
+    _failures: Sequence[BaseException] = ()
 
     def start(self) -> Self:
-        """Take the port and serve; returns once requests are answered. Raises RuntimeError and what ``_open`` raises."""
+        """Take the port and serve; returns once requests are answered. Raises RuntimeError, or as ``_open``."""
         self._open()
         ready = threading.Event()
-        self._failure = None
+        self._failures = ()
         self._thread = threading.Thread(target=self._run, args=(ready,), name=f"deltaproof {self.WHAT}", daemon=True)
         self._thread.start()
         if not ready.wait(START_TIMEOUT_S):
             raise RuntimeError(f"the {self.WHAT} did not start within {START_TIMEOUT_S:g} s")
-        if self._failure is not None:
+        for failure in self._failures:
             self.stop()
-            raise RuntimeError(f"the {self.WHAT} did not start") from self._failure
+            raise RuntimeError(f"the {self.WHAT} did not start") from failure
         return self
 
     def stop(self) -> None:
@@ -46,7 +46,7 @@ class Served:
         if self._thread is None:
             return
         if self._thread.is_alive():
-            if self._failure is None:  # else the thread is about to end
+            if not self._failures:  # else the thread is about to end
                 self._halt()
             self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive():
@@ -68,7 +68,7 @@ class Served:
         except BaseException as error:
             if ready.is_set():
                 raise
-            self._failure = error  # for the caller of start
+            self._failures = (error,)  # for the caller of start
             ready.set()
 
     def _open(self) -> None:

@@ -75,7 +75,7 @@ def test_every_fake_s_faults_have_windows_and_chances() -> None:
     for ms in range(40):
         now_ms[0] = ms
         _, main, _ = plan.meet()
-        struck.append(main and main.id)
+        struck.append(main.id if main else None)
     assert [at for at, name in enumerate(struck) if name == "window"] == [5, 6]
     assert 8 < struck.count("half") < 32
     for bad in (Strikes(id="f", probability=0.0), Strikes(id="f", from_ms=3, until_ms=3), Strikes(id="f", from_ms=-1)):
