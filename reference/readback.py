@@ -236,7 +236,6 @@ class StoreReader(Uploader):
 
     def _ask(self, name: str, keys: Int64s, kind: pa.DataType) -> tuple[Int64s, Int64s, pa.ListArray]:
         """Keys found, ascending as the keys asked for are, their ts and embeddings."""
-        self._renew()
         if self.tells_ts:
             table = self._view.lookup_arrow(self._settings.version, pa.repeat(name, len(keys)), pa.array(keys))
             return table["sk"].to_numpy(), table["ts"].to_numpy(), table["embedding"].combine_chunks()

@@ -250,6 +250,8 @@ def test_bits_are_compared_not_numbers() -> None:
     others = lists([-0.0], [1.0, 2.0], [1.0, 1.0], [], [nan], [other_nan])
     assert same_bits(rows, others).tolist() == [False, True, False, True, True, False]
     assert same_bits(rows[1:4], others[1:4]).tolist() == [True, False, True]
+    shifted = pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), pa.array([9, 1, 2, 3], pa.float32())[1:])
+    assert same_bits(shifted, lists([1.0, 2.0], [3.0])).tolist() == [True, True]
     assert same_bits(rows, lists(*rows.to_pylist(), kind=pa.float64())).tolist() == [False] * 6
     assert same_bits(lists([1, 2], kind=pa.uint8()), lists([1, 2], kind=pa.uint8())).tolist() == [True]
 
@@ -568,8 +570,9 @@ def test_an_expired_token_is_renewed(place: Place) -> None:
         lambda table: pa.concat_tables([table, table.slice(0, 1)]),
         lambda table: table.take(list(reversed(range(table.num_rows)))),
         lambda table: table.set_column(1, "sk", [pa.array([key + 1000 for key in table["sk"].to_pylist()])]),
+        lambda table: table.set_column(1, "sk", [pa.array([key - 1 for key in table["sk"].to_pylist()])]),
     ],
-    ids=["twice", "another-order", "other-keys"],
+    ids=["twice", "another-order", "other-keys", "neighbours"],
 )
 def test_an_answer_to_another_question_is_no_verdict(place: Place, change: Any) -> None:
     publish(place)
