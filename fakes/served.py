@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import ClassVar, Final, Self
@@ -25,13 +25,13 @@ class Served:
     WHAT: ClassVar[str]  # named by errors and by the thread
 
     _thread: threading.Thread | None = None
-    _failures: Sequence[BaseException] = ()
+    _failures: list[BaseException]
 
     def start(self) -> Self:
         """Take the port and serve; returns once requests are answered. Raises RuntimeError, or as ``_open``."""
         self._open()
         ready = threading.Event()
-        self._failures = ()
+        self._failures = []
         self._thread = threading.Thread(target=self._run, args=(ready,), name=f"deltaproof {self.WHAT}", daemon=True)
         self._thread.start()
         if not ready.wait(START_TIMEOUT_S):
@@ -68,7 +68,7 @@ class Served:
         except BaseException as error:
             if ready.is_set():
                 raise
-            self._failures = (error,)  # for the caller of start
+            self._failures.append(error)  # for the caller of start
             ready.set()
 
     def _open(self) -> None:
