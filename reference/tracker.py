@@ -27,11 +27,6 @@ import torch
 import torchrec
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from .contract import Collection, fqn, strip_wrappers
 from .delta import DeltaError, Keys, Mask, Rows, unique
@@ -40,7 +35,16 @@ from .dynamic import DynamicSource, IdLog, TrackerError, ZchTable
 
 __all__ = ["TorchRecSource", "TrackerError"]
 
-SUPPORTED = "1.6 to 1.9"  # releases of torchrec on which the tests of this module pass
+VERSIONS = f"the tracker knows torchrec 1.6 to 1.9, this is {torchrec.__version__}; install one of those"
+try:
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.modules.embedding_configs import DataType
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.modules.mc_modules import MCHManagedCollisionModule
+except ImportError as error:
+    raise TrackerError(f"{error}; {VERSIONS}") from error
+
 SHARDINGS = ("row_wise", "table_wise", "data_parallel")
 KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
 
@@ -223,7 +227,7 @@ class TorchRecSource:
             nonlocal calls
             check()
             if not calls:
-                raise TrackerError(f"{owner!r} looked up without telling its tracker; {_versions()}")
+                raise TrackerError(f"{owner!r} looked up without telling its tracker; {VERSIONS}")
             calls = 0
 
         module.register_forward_pre_hook(begin)
@@ -344,8 +348,4 @@ def _expect(thing: Any, *names: str) -> None:
     """Refuse a torchrec whose objects lack what this module reads: better now than when rows are missing."""
     for name in names:
         if not hasattr(thing, name):
-            raise TrackerError(f"{type(thing).__name__} has no {name!r}; {_versions()}")
-
-
-def _versions() -> str:
-    return f"the tracker knows torchrec {SUPPORTED}, this is {torchrec.__version__}; install one of those"
+            raise TrackerError(f"{type(thing).__name__} has no {name!r}; {VERSIONS}")

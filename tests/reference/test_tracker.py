@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,6 +212,27 @@ def test_torchrecs_own_tracker_and_this_one_see_the_same_lookups(ranks: Any, dra
         assert keys_of(ours) == {fqn: [i + first_rows.get(fqn, 0) for i in ids] for fqn, ids in before.items() if ids}
         assert EBC + "a" in ours
         assert "another tracker was registered on 'ebc' after this one" in found["after"][1]
+
+
+def test_lookups_are_noted_however_a_release_calls_back_and_a_strange_interface_is_refused(ranks: Any) -> None:
+    ((seen, names, refused, version),) = ranks("signatures", world_size=1)
+    assert list(seen.values()) == [[3, 7]] * 3
+    assert set(refused) == {name for absent in names.values() for name in absent}
+    for name, message in refused.items():
+        assert f"has no {name!r}; the tracker knows torchrec 1.6 to 1.9, this is {version}; install one" in message
+
+
+def test_a_torchrec_that_lacks_a_class_is_refused_with_both_versions(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "torchrec").mkdir()
+    (tmp_path / "torchrec" / "__init__.py").write_text("__version__ = '2.0.0'\n")
+    command = [sys.executable, "-c", "import deltaproof.reference.tracker"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert "TrackerError: No module named 'torchrec.distributed'; the tracker knows torchrec 1.6 to 1.9" in done.stderr
+    assert "this is 2.0.0" in done.stderr
 
 
 def raw_ids() -> np.ndarray:

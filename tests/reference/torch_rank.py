@@ -512,6 +512,7 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
             messages.setdefault("replaced", []).append(str(error))
     silent = shard(one, 1)
     source = TorchRecSource(silent)
+    run_once(silent)
     ebc = silent.get_submodule("_dmp_wrapped_module.ebc")
     ebc.compute_and_output_dist = lambda ctx, features: ebc.output_dist(ctx, ebc.compute(ctx, features))
     try:
@@ -523,6 +524,53 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
     except TrackerError as error:
         messages["elsewhere"] = str(error)
     return messages
+
+
+def without(name: str, part: str = "_dmp_wrapped_module.ebc") -> Any:
+    """A sharded model as a torchrec would make it whose class of `part` has no `name`."""
+    model = shard({"ebc": {"a": (8, ["fa"], RW)}}, 1)
+    ebc: Any = model.get_submodule("_dmp_wrapped_module.ebc")
+    thing = {"lookup": ebc._lookups[0], "kernel": ebc._lookups[0]._emb_modules[0]}.get(part, ebc)
+
+    def absent(_: Any) -> Any:
+        raise AttributeError(name)
+
+    thing._modules.pop(name, None)
+    thing.__class__ = type(type(thing).__name__, (type(thing),), {name: property(absent)})
+    return model
+
+
+def signatures(rank: int, world_size: int, folder: Path) -> Any:
+    """How torchrec's releases call a tracker, and interfaces that none of the supported ones has."""
+    model = shard({"ebc": {"a": (8, ["fa"], RW)}}, 1)
+    source = TorchRecSource(model)
+    ebc: Any = model.get_submodule("_dmp_wrapped_module.ebc")
+    features = torchrec.KeyedJaggedTensor(
+        keys=["fa"], lengths=torch.ones(2, dtype=torch.int32), values=torch.tensor([7, 3])
+    )
+    more: dict[str, tuple[Any, ...]] = {
+        "1.3 and 1.4": (torch.zeros(2),),
+        "1.5 to 1.9": (torch.zeros(2), ebc, None),
+        "1.6 to 1.9, of managed collision": (torch.zeros(2), None, torch.zeros(2), None),
+    }
+    seen = {}
+    for releases, arguments in more.items():
+        ebc.post_lookup_tracker_fn(features, *arguments)
+        seen[releases] = source.drain()["ebc.embedding_bags.a"].tolist()
+    names = {
+        "module": ["_lookups", "_table_name_to_config", "module_sharding_plan"],
+        "tracked module": ["register_post_lookup_tracker_fn", "post_lookup_tracker_fn"],
+        "lookup": ["grouped_configs", "_emb_modules"],
+        "kernel": ["flush", "split_embedding_weights"],
+    }
+    refused = {}
+    for part, absent in names.items():
+        for name in absent:
+            try:
+                TorchRecSource(without(name, part))
+            except TrackerError as error:
+                refused[name] = str(error)
+    return seen, names, refused, torchrec.__version__
 
 
 def example(rank: int, world_size: int, folder: Path) -> Any:
@@ -547,6 +595,7 @@ def run(task: str, rank: int, world_size: int, folder: str) -> None:
         "elsewhere": elsewhere,
         "quiet": quiet,
         "beside": beside,
+        "signatures": signatures,
         "example": example,
     }
     try:
