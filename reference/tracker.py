@@ -1,11 +1,11 @@
 """Which rows TorchRec's sharded embedding modules looked up, and what those rows hold now. The only user of torch.
 
 Ids come from TorchRec's own tracker interface, `register_post_lookup_tracker_fn` of a sharded module (torchrec 1.6 to
-1.9 call it with features, embeddings, module, None; up to 1.4 the last two were missing: only the first is used). State
-is keyed by table FQN, so equal table names under different owners stay apart. What the callback sees depends on the
-sharding: row-wise ids are local to the shard, table-wise ids appear on the owning rank alone, data-parallel ids are
-those of the rank's own batch. For a ZCH module TorchRec calls nothing back, so there the module that turns raw ids into
-rows is listened to, and rows are published under raw ids (see dynamic.ZchTable).
+1.9 call it with features, embeddings, module and None, earlier ones with less: only the first is used). State is keyed
+by table FQN, so equal table names under different owners stay apart. What the callback sees depends on the sharding:
+row-wise ids are local to the shard, table-wise ids appear on the owning rank alone, data-parallel ids are those of the
+rank's own batch. For a ZCH module TorchRec calls nothing back, so there the module that turns raw ids into rows is
+listened to, and rows are published under raw ids (see dynamic.ZchTable).
 
 A row counts as changed when it was looked up since the last dump. Not followed, therefore: rows that a dense optimizer
 moves without a lookup (momentum, weight decay on data-parallel tables; those published before are read again at the

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -242,6 +245,15 @@ def test_a_dynamic_table_reaches_the_store_with_every_bit_of_its_keys(kit: Any) 
     assert set(stored["sk"].to_pylist()) == set(pool.tolist())
     assert stored["embedding"].to_pylist() == table.served(stored["sk"].to_numpy()).tolist()
     assert [0.25, 0.25] in stored["embedding"].to_pylist()
+
+
+def test_the_program_of_the_documentation_runs(capsys: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tables.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(program, "docs/tables.md", "exec"), {})
+    served = ast.literal_eval(capsys.readouterr().out)
+    assert list(served) == [7, 8, 2**63 - 1]
+    assert [key for key, number in served.items() if number == 0.25] == [7]
 
 
 class ZchModule:
