@@ -13,21 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import FakeError, InvalidParameter, InvalidTimestamp, InvalidVersion, MalformedBody, SchemaMismatch
-from ..store import as_array, check_name, check_version
+from ..store import as_array, check_name, check_version, shown
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
-SHOWN_CHARS_MAX: Final = 80
 USERNAME_CHARS_MAX: Final = 256
-
-
-def shown(value: object) -> str:
-    """A value as an error names it: its beginning, and its type where that says more."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of thousands of digits, or somebody's own __repr__
-        return f"a {type(value).__name__}"
-    return text[:SHOWN_CHARS_MAX]
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -27,6 +27,7 @@ from ..errors import (
     FakeError,
     Injected,
     InvalidParameter,
+    InvalidTimestamp,
     InvalidToken,
     InvalidVersion,
     ProjectNotFound,
@@ -110,6 +111,13 @@ class Call:
     def query_int(self, name: str, default: int, low: int, high: int) -> int:
         text = self.query(name)
         return default if text is None or text == "" else parse_int(name, text, low, high)
+
+    def query_ts(self, default: int, low: int) -> int:
+        """The query's ``ts``, in ms. Raises InvalidTimestamp."""
+        try:
+            return self.query_int("ts", default, low, TS_MAX)
+        except InvalidParameter as error:
+            raise InvalidTimestamp(str(error)) from None
 
     def json(self) -> dict[str, Any]:
         """The body as a JSON object ({} when empty). Raises MalformedBody."""
@@ -641,7 +649,7 @@ async def write_arrow(call: Call) -> Reply:
     """Ours: a write as an Arrow IPC stream; version, write_mode and ts in the query."""
     spec = _table(call)
     version = _version(call)
-    ts = call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX)
+    ts = call.query_ts(call.state.store.now_ms(), 1)
     _write_mode(call.query("write_mode"))
     return await _write(call, spec, wire.read_arrow(call.body), version, ts)
 
@@ -660,9 +668,9 @@ async def write_json(call: Call) -> Reply:
     """A write as JSON rows under "content", with write_mode, version and ts beside them."""
     spec = _table(call)
     body = wire.json_value(call.body, _WriteBody) if len(call.body) else _WriteBody()
-    ts = call.query_int("ts", call.state.store.now_ms(), 1, TS_MAX)
+    ts = call.query_ts(call.state.store.now_ms(), 1)
     if len(body.ts):
-        ts = wire.json_value(body.ts, _Ts, "ts", InvalidParameter)
+        ts = wire.json_value(body.ts, _Ts, "ts", InvalidTimestamp)
     version = call.query("version")
     if len(body.version):
         version = wire.json_value(body.version, str, "version", InvalidVersion)
@@ -767,7 +775,7 @@ async def iterate_changes(call: Call) -> Reply:
     """Rows with a ts above the query's, as Arrow IPC; header Next-Ts holds the next cursor."""
     spec = _table(call)
     version = _version(call)
-    cursor = call.query_int("ts", 0, 0, TS_MAX)
+    cursor = call.query_ts(0, 0)
     snapshot = await call.commit(
         lambda: call.state.store.snapshot(spec.project, spec.name, version, after_ts=cursor),
     )

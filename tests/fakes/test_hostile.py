@@ -498,17 +498,28 @@ def test_unknown_tables(server: FeatureStoreServer, raw: Raw, path: str, code: s
         ("version=%0a", "InvalidVersion"),
         ("version=v1&version=v2", "InvalidParameter"),
         ("version=" + "x" * 257, "InvalidVersion"),
-        ("version=v1&ts=0", "InvalidParameter"),
-        ("version=v1&ts=-5", "InvalidParameter"),
-        ("version=v1&ts=1e3", "InvalidParameter"),
-        ("version=v1&ts=9223372036854775808", "InvalidParameter"),
-        ("version=v1&ts=%C2%B2", "InvalidParameter"),  # a digit to str.isdigit, none to int()
+        ("version=v1&ts=0", "InvalidTimestamp"),
+        ("version=v1&ts=-5", "InvalidTimestamp"),
+        ("version=v1&ts=1e3", "InvalidTimestamp"),
+        ("version=v1&ts=9223372036854775808", "InvalidTimestamp"),
+        ("version=v1&ts=%C2%B2", "InvalidTimestamp"),  # a digit to str.isdigit, none to int()
         ("version=v1&ts=5&write_mode=REPLACE", "InvalidParameter"),
     ],
 )
 def test_wrong_write_parameters(server: FeatureStoreServer, raw: Raw, query: str, code: str) -> None:
     refused(raw.data("POST", f"/write_arrow?{query}", GOOD), code, status=400)
     untouched(server)
+
+
+@pytest.mark.parametrize("ts", ["0", "-5", "1e3", "9223372036854775808", '"7"', "true", "null", "1.5"])
+def test_a_wrong_ts_beside_json_rows_has_the_code_of_one(server: FeatureStoreServer, raw: Raw, ts: str) -> None:
+    body = f'{{"content": [], "version": "{VERSION}", "ts": {ts}}}'.encode()
+    refused(raw.data("POST", "/write", body), "InvalidTimestamp", status=400)
+
+
+@pytest.mark.parametrize("ts", ["-1", "1e3", "9223372036854775808"])
+def test_a_wrong_cursor_has_the_code_of_a_wrong_ts(raw: Raw, ts: str) -> None:
+    refused(raw.data("GET", f"/iterate_get_kv?version={VERSION}&ts={ts}"), "InvalidTimestamp", status=400)
 
 
 def test_snapshots_belong_to_their_table_and_are_bounded(server: FeatureStoreServer, raw: Raw) -> None:

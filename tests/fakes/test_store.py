@@ -277,7 +277,7 @@ def test_a_version_must_be_named(store: Store, version: Any) -> None:
             act()
 
 
-@pytest.mark.parametrize("ts", [0, -5, 2**63, 1.5, True, None, "7"])
+@pytest.mark.parametrize("ts", [0, -5, 2**63, pytest.param(10**5000, id="huge"), 1.5, True, None, "7"])
 def test_ts_must_be_a_positive_int64(store: Store, ts: Any) -> None:
     with pytest.raises(InvalidTimestamp):
         store.write(PROJECT, VIEW, rows(["t"], [1], [[1.0]]), version=VERSION, ts=ts)
@@ -360,6 +360,10 @@ def test_the_catalogue(store: Store) -> None:
         {"shard_count": 0},
         {"shard_count": 21},
         {"replication_count": 4},
+        pytest.param({"name": 10**5000}, id="a huge name"),  # repr() of it raises ValueError
+        pytest.param({"ttl_s": 10**5000}, id="a huge ttl"),
+        pytest.param({"value_type": 10**5000}, id="a huge type"),
+        {"value_type": ["float32"]},
     ],
 )
 def test_view_settings_are_checked(store: Store, settings: dict[str, Any]) -> None:
