@@ -57,6 +57,11 @@ class HttpConnection(web.RequestHandler):
                 timer.cancel()
         super().connection_lost(error)
 
+    def cut_off(self) -> None:
+        """Reset the connection, whatever waits to be sent: the peer may never read it."""
+        if self._line is not None:
+            break_off(self._line)
+
     # The head
 
     def data_received(self, data: bytes) -> None:

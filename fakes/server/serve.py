@@ -89,7 +89,12 @@ async def _serving(
         yield app
     finally:
         listener.close()
+        connections = server.connections
         await runner.cleanup()
+        for connection in connections:  # those whose peers do not read are still open
+            if isinstance(connection, HttpConnection):
+                connection.cut_off()
+        await asyncio.sleep(0)
 
 
 def _address(sock: socket.socket) -> tuple[str, int]:

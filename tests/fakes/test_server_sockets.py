@@ -270,3 +270,17 @@ def test_a_closing_connection_does_not_wait_for_a_reader(server: FeatureStoreSer
         deadline = time.monotonic() + WAIT_S
         while not _is_reset(sock):
             assert time.monotonic() < deadline, "still open"
+
+
+@pytest.mark.parametrize("what", ["a stream", "one body", "a long lookup"])
+def test_a_stopped_server_has_closed_what_nobody_read(what: str) -> None:
+    with FeatureStoreServer() as patient:
+        make_view(patient.store)
+        fill(patient, 40)
+        raw = Raw(patient)
+        with narrow(patient) as sock:
+            sock.sendall(requests_of_much(raw)[what])
+            assert sock.recv(1)
+            patient.stop()
+            assert _is_reset(sock)
+        raw.close()
