@@ -611,6 +611,7 @@ def test_rows_that_are_old_enough_to_have_expired_are_counted(kit: Any) -> None:
         many_rows(place, 30)
         report = Readback(place.files, find(place.files), place.reader()).run(expired_ms=2)
     assert (report.verdicts["MISSING"], report.maybe_expired) == (30, 20)
+    assert len(report.examples) == 10
 
 
 def test_a_row_that_is_published_while_a_resend_is_at_work_wins(place: Place) -> None:
