@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import PublisherError, is_expired, is_retriable, redact, remember
+from .errors import PublisherError, redact, remember, wrapped
 from .settings import Settings
 
 CHAIN_TEXT_MAX = 200
@@ -61,8 +61,7 @@ def _make(credential_client: Any, store_client: Any, settings: Settings) -> Any:
             featuredb_password=password,
         )
     except Exception as error:
-        what = f"no client could be made: {type(error).__name__}: {redact(error)}"
-        return PublisherError(what, retriable=is_retriable(error) or is_expired(error))
+        return wrapped("no client could be made", error)
 
 
 def _said(error: Exception) -> str:

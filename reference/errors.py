@@ -62,6 +62,12 @@ def is_expired(error: object) -> bool:
     return status == 401 or (status != 403 and bool(_EXPIRED.search(f"{getattr(error, 'code', '')} {error}")))
 
 
+def wrapped(what: str, error: Exception) -> PublisherError:
+    """An error of ours in place of an SDK's, to be raised outside the handler: not even its context quotes a secret."""
+    retriable = is_retriable(error) or is_expired(error)
+    return PublisherError(f"{what}: {type(error).__name__}: {redact(error)}", retriable=retriable)
+
+
 def retry_after_s(error: object) -> float | None:
     """Seconds the store asked to be left alone for; None when it asked for nothing."""
     wait_s = getattr(error, "retry_after_s", None)

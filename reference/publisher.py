@@ -16,7 +16,7 @@ from .connect import connect
 from .contract import ContractError, TableRef, embedding_names
 from .delta import DeltaError, Keys
 from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
-from .errors import PublisherError
+from .errors import PublisherError, wrapped
 from .restart import RankState, Restart, join, pack
 from .settings import Settings
 from .shards import Files, ShardWriter, State
@@ -59,12 +59,12 @@ class Publisher:
         self._tables = dict(source.tables())
         self._names = self._embedding_names()
         self._dumper = Dumper(source, settings, rank, world_size)
-        self._cadence: Cadence | None = None
+        self._cadence: Cadence  # made by `start`
         self._uploader: Uploader | None = None
         self._view: Any = None
         self._spill: ShardWriter | None = None
         self._step = 0
-        self._restart: Restart | None = None  # loaded before start
+        self._restart: Restart | None = None  # the state loaded last
         self._repairing = self._finished = self._closed = False
         self._earlier_ts = 0  # newest ts of rows that no loaded state accounts for
         self.generation: str | None = None  # names this start of this rank in shards and logs
@@ -87,7 +87,7 @@ class Publisher:
             settings,
             rank=dist.get_rank() if grouped else 0,
             world_size=dist.get_world_size() if grouped else 1,
-            barrier=dist.barrier if grouped else _no_barrier,
+            barrier=dist.barrier if grouped else lambda: None,
             connect=(lambda: connect(settings)) if client is None else None,
         )
 
@@ -95,16 +95,16 @@ class Publisher:
         """Create (rank 0) and open the view, then begin to record: ids looked up before are a warm-up and forgotten.
 
         Raises:
-            PublisherError: the view is missing or of another shape. Whatever rank 0 met while it created the view.
+            PublisherError: the view cannot be created or opened, or is of another shape.
+            UploadError: the store's greatest ts cannot be read. ShardError: `retain` or `spill` is no usable place.
         """
         self.generation = self._new_generation()
         error = self._create_view_first()
         self._meet()
-        if error is not None:
+        error = error or self._error_of("open", self._use_view)
+        if error is not None:  # raised from here: no error of the SDK, which may quote a secret, is its context
             raise error
-        self._view = self._open_view()
-        retain = self._shards(self._settings.retain, "acknowledged")
-        self._spill = spill = self._shards(self._settings.spill, "spilled")
+        self._spill = self._shards(self._settings.spill, "spilled")
         self._uploader = Uploader(
             self._view,
             self._settings,
@@ -114,8 +114,8 @@ class Publisher:
             names=self._names,
             dims={fqn: info.dim for fqn, info in self._tables.items()},
             reconnect=None if self._connect is None else self._reopen_view,
-            retain=retain,
-            spill=spill,
+            retain=self._shards(self._settings.retain, "acknowledged"),
+            spill=self._spill,
         )
         self._uploader.start()
         self._dumper.discard()
@@ -123,8 +123,8 @@ class Publisher:
             self._begin_restart(self._uploader, self._restart)
         elif self._rank == 0:
             self._earlier_ts = self._uploader.ts_last
-        if spill is not None:
-            self._uploader.catch_up(spill.ts_floor())
+        if self._spill is not None:
+            self._uploader.catch_up(self._spill.ts_floor())
         self._cadence = Cadence(self._settings, self._clock)
 
     def after_step(self, step: int) -> None:
@@ -133,9 +133,7 @@ class Publisher:
         Raises:
             UploadError: an earlier step could not be sent. DeltaError: a row that must not be sent.
         """
-        uploader = self._running()
-        uploader.check_error()
-        assert self._cadence is not None
+        self._running().check_error()
         self._step, self._finished = step, False
         if self._cadence.due(step) or self._repairing:
             self._publish(step, "restore" if self._repairing else "dump")
@@ -169,8 +167,7 @@ class Publisher:
         try:
             self._uploader.close(drain)
         finally:
-            if (close_view := getattr(self._view, "close", None)) is not None:
-                close_view(wait=False)  # nothing is pending any more, or it was given up
+            self._let_go()  # nothing is pending any more, or it was given up
         if not self._finished and (rows := sum(map(len, self._dumper.tracked().values()))):
             raise PublisherError(
                 f"rank {self._rank}: {rows} rows changed since the last dump and were not published; "
@@ -269,9 +266,8 @@ class Publisher:
         return merge_keys(self._dumper.tracked(), *(keys_of(table) for _, table in uploader.pending()))
 
     def _load(self, restart: Restart) -> None:
-        if self._uploader is None:
-            self._restart = restart
-        else:
+        self._restart = restart
+        if self._uploader is not None:
             self._begin_restart(self._running(), restart)
 
     def _begin_restart(self, uploader: Uploader, restart: Restart) -> None:
@@ -303,20 +299,18 @@ class Publisher:
                 'that were lost would stay in the store; set restart = "pending-only" to accept that, or publish the '
                 "whole model to a new version"
             )
-        fqns = {name: fqn for fqn, name in self._names.items()}
         found: dict[str, Keys] = {}
         cursor, more = ts_min, True
         while more:
             changed, cursor = uploader.read_changes(cursor)
             found = merge_keys(found, keys_of(changed, "pk", "sk"))
             more = changed.num_rows > 0 and cursor < uploader.ts_last  # above it is only what this job publishes by now
-        foreign = {name: len(keys) for name, keys in found.items() if name not in fqns}
-        for name in fqns.keys() & found.keys():
-            if outside := int(np.count_nonzero(found[name] >= self._tables[fqns[name]].rows)):
-                foreign[name] = outside
-        if foreign and self._rank == 0:
+        rows = {self._names[fqn]: info.rows for fqn, info in self._tables.items()}
+        outside = {name: int(np.count_nonzero(keys >= rows.get(name, -np.inf))) for name, keys in found.items()}
+        if self._rank == 0 and any(outside.values()):
+            foreign = {name: count for name, count in outside.items() if count}
             log.warning("rows that this model has no place for stay in the store as they are, by table: %s", foreign)
-        return {fqns[name]: keys for name, keys in found.items() if name in fqns}
+        return {fqn: found[name] for fqn, name in self._names.items() if name in found}
 
     def _shards(self, where: str | None, state: State) -> ShardWriter | None:
         """Keeps deltas under this generation's name."""
@@ -337,21 +331,24 @@ class Publisher:
     def _embedding_names(self) -> dict[str, str]:
         refs = [TableRef(info.owner, info.collection, info.table) for info in self._tables.values()]
         names = embedding_names(refs, self._settings.naming)
-        sharers: dict[str, str] = {}
+        last = {name: fqn for fqn, name in names.items()}
         for fqn, name in names.items():
-            if (other := sharers.setdefault(name, fqn)) != fqn:
+            if (other := last[name]) != fqn:
                 raise ContractError(f"{other!r} and {fqn!r} are both trained and would both be published as {name!r}")
         return names
 
     def _create_view_first(self) -> Exception | None:
         """Rank 0 creates entity and view when absent; its error is kept until every rank has met."""
-        if self._rank != 0:
-            return None
+        return self._error_of("create", self._create_view) if self._rank == 0 else None
+
+    def _error_of(self, verb: str, call: Callable[[], object]) -> PublisherError | None:
+        """What kept the view from being created or opened, without the SDK's own error, which may quote a secret."""
         try:
-            self._create_view()
-        except Exception as error:
-            error.add_note(f"rank 0 could not create view {self._settings.view!r}")
+            call()
+        except PublisherError as error:
             return error
+        except Exception as error:
+            return wrapped(f"rank {self._rank} could not {verb} view {self._settings.view!r}", error)
         return None
 
     def _create_view(self) -> None:
@@ -399,14 +396,19 @@ class Publisher:
             raise PublisherError(f"view {name!r} holds {kind}, these rows are {wanted}; publish to another view")
         return view
 
+    def _use_view(self) -> None:
+        self._view = self._open_view()
+
     def _reopen_view(self) -> Any:
         """The view through a new client, whose credentials are fresh. Called by the uploader's thread."""
-        self._client, stale = None, self._view
-        self._view = self._open_view()
-        if (close_view := getattr(stale, "close", None)) is not None:
-            close_view(wait=False)
+        self._let_go()
+        self._client = None
+        self._use_view()
         return self._view
 
-
-def _no_barrier() -> None:
-    """A single process meets itself."""
+    def _let_go(self) -> None:
+        """Release the threads of the view and the connections of a client made here, where the SDK can."""
+        if hasattr(self._view, "close"):
+            self._view.close(wait=False)
+        if self._connect is not None and hasattr(self._client, "close"):
+            self._client.close()

@@ -241,10 +241,32 @@ def test_rank_0_meets_the_others_although_it_failed(kit: Any, client: Any, monke
 
     monkeypatch.setattr(client, "create_dynamic_embedding_feature_view", refuse)
     ranks = Ranks(kit, client)
-    assert isinstance(ranks.raised[0], ConnectionError)
+    assert isinstance(ranks.raised[0], PublisherError)
+    assert str(ranks.raised[0]) == "rank 0 could not create view 'v': ConnectionError: no route"
     assert [str(error) for error in ranks.raised[1:]] == [
         f"rank {rank}: there is no view 'v'; see rank 0's error, it creates the view" for rank in (1, 2)
     ]
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "verb"),
+    [("create_entity", 0, "create"), ("get_dynamic_embedding_feature_view", 1, "open"), ("get_project", 1, "open")],
+)
+def test_an_sdk_that_quotes_a_secret_at_the_start_is_not_repeated(
+    kit: Any, source: Any, client: Any, monkeypatch: Any, method: str, rank: int, verb: str
+) -> None:
+    def refuse(*what: Any, **how: Any) -> None:
+        raise ConnectionError("login of planted-password failed")
+
+    monkeypatch.setenv("FEATUREDB_PASSWORD", "planted-password")
+    monkeypatch.setattr(client, method, refuse)
+    with pytest.raises(
+        PublisherError, match=f"rank {rank} could not {verb} view 'v': ConnectionError: login of"
+    ) as caught:
+        publisher_of(kit, source, client, rank=rank).start()
+    assert caught.value.retriable
+    assert "planted" not in str(caught.value)
+    assert caught.value.__cause__ is caught.value.__context__ is None
 
 
 def test_a_missing_project_is_named(kit: Any, source: Any, client: Any) -> None:

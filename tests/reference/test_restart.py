@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import pickle
@@ -340,7 +341,7 @@ def test_rows_that_no_rank_can_host_stay_and_are_counted(place: Place, caplog: p
     publisher.finish(1)
     assert place.stored() == {("old.table", 1): 7.0, ("old.table", 2): 7.0, (T, 4): 0.0, (T, 9): 7.0}
     [text] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert text.endswith(f"by table: {{'old.table': 2, '{T}': 1}}")
+    assert text.endswith(f"by table: {{'{T}': 1, 'old.table': 2}}")
 
 
 def test_changes_are_read_portion_by_portion(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,10 +527,12 @@ def test_what_was_spilled_after_the_checkpoint_is_published_again_so_that_nothin
 
 def test_without_a_client_one_is_made_at_the_start_and_again_when_the_token_expired(kit: Any) -> None:
     made: list[Any] = []
+    closed: list[int] = []
 
     def connect() -> Any:
         view = kit.view(script=["expired"] if not made else [])
         made.append(kit.client(view, exists=True))
+        made[-1].close = functools.partial(closed.append, len(made) - 1)
         return made[-1]
 
     source = kit.source({("m.ebc", "ebc", "t"): (9, 2, "row_wise")})
@@ -541,7 +544,9 @@ def test_without_a_client_one_is_made_at_the_start_and_again_when_the_token_expi
     publisher.finish(1)
     assert [len(client.view.stored) for client in made] == [0, 1]
     assert made[0].view.closed
+    assert closed == [0]
     publisher.close()
     assert made[1].view.closed
+    assert closed == [0, 1]
     with pytest.raises(PublisherError, match="needs a client, or connect"):
         Publisher(source, None, kit.settings(), **group).start()
