@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from ..errors import Applied, EntityNotFound, FakeError
 from ..server.faults import FaultPlan
-from ..store import EntitySpec, Store, ViewSpec
+from ..store import EntitySpec, Store, ViewSpec, shown
 from . import inputs
 from .transport import (
     READ_TIMEOUT_S,
@@ -163,7 +163,7 @@ class DynamicEmbeddingFeatureView:
 
     def _check_mode(self, write_mode: str) -> None:
         if write_mode != "MERGE":
-            raise ValueError(f"view {self.name}: write_mode {inputs.shown(write_mode)}, this fake knows MERGE only")
+            raise ValueError(f"view {self.name}: write_mode {shown(write_mode)}, this fake knows MERGE only")
 
     def write_flush(self) -> dict[str, Any]:
         """Wait for every queued request (each is bounded by its timeouts) and sum up since the last flush.
@@ -272,7 +272,7 @@ class Project:
         with _refusals():
             spec = EntitySpec(self.name, inputs.name("entity", name), inputs.name("join id", join_id), parent)
             if parent and not inputs.is_name(parent):
-                raise EntityNotFound(f"no entity {inputs.shown(parent)} in project {self.name!r}")
+                raise EntityNotFound(f"no entity {shown(parent)} in project {self.name!r}")
         self._transport.create_entity(spec)
         return Entity(spec)
 
@@ -298,9 +298,7 @@ class Project:
         wanted = ((pk_field_type, ("STRING",)), (sk_field_type, ("INT64",)), (embedding_field_type, tuple(FIELD_TYPES)))
         for kind, known in wanted:
             if _type_name(kind) not in known:
-                raise ValueError(
-                    f"view {inputs.shown(name)}: field type {_type_name(kind)!r}, want {' or '.join(known)}"
-                )
+                raise ValueError(f"view {shown(name)}: field type {_type_name(kind)!r}, want {' or '.join(known)}")
         with _refusals():
             spec = ViewSpec(
                 self.name,
@@ -321,7 +319,7 @@ class Project:
 
 def _type_name(kind: Any) -> str:
     value = getattr(kind, "value", kind)
-    return value if isinstance(value, str) else inputs.shown(value)
+    return value if isinstance(value, str) else shown(value)
 
 
 class FeatureStoreClient:
