@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
@@ -36,6 +37,7 @@ STATE: Final = web.AppKey("state", ServerState)
 BODY_BYTES_MAX: Final = 64 * 2**20  # writes and Arrow lookups
 JSON_BYTES_MAX: Final = 4 * 2**20  # every other body outside the control plane: Python objects take ten times as much
 CONTROL_BYTES_MAX: Final = 2**20
+BODIES_BYTES_MAX: Final = 2**30  # of all requests under way together
 BODY_TIMEOUT_S: Final = 30.0
 _COPY_BYTES_MAX: Final = 2**18  # below, a copy costs less than what aiohttp does for anything but bytes
 
@@ -115,11 +117,12 @@ def make_app(
     """The application; ``state`` is shared with whoever embeds the server."""
     app = web.Application(client_max_size=body_bytes_max, middlewares=[_errors_as_json])
     app[STATE] = state
+    room = _Room(BODIES_BYTES_MAX)
     for group, routes in GROUPS.items():
         for method, path, name, handler in routes:
             own = CONTROL_BYTES_MAX if group == "control" else JSON_BYTES_MAX
             bytes_max = body_bytes_max if name in _LARGE_BODIES else min(own, body_bytes_max)
-            endpoint = _endpoint(handler, name, group, bytes_max, body_timeout_s)
+            endpoint = _endpoint(handler, name, group, room, bytes_max, body_timeout_s)
             app.router.add_route(method, path, endpoint, expect_handler=_expect)
     return app
 
@@ -145,12 +148,37 @@ def identify(state: ServerState, request: web.Request, group: str) -> str:
     return state.login(request.headers.get("Authorization"), request.headers.get("Auth"))
 
 
-async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> pa.Buffer:
+class _Room:
+    """For the bodies of all requests under way."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._left = bytes_max
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Inside the block ``take(bytes)`` takes room, or raises Throttling; afterwards it is given back."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if size > self._left:
+                raise Injected(429, "too many large bodies at once: try again in a second", retry_after_s=1.0)
+            self._left -= size
+            taken += size
+
+        try:
+            yield take
+        finally:
+            self._left += taken
+
+
+async def _read_body(request: web.Request, take: Callable[[int], None], bytes_max: int, timeout_s: float) -> pa.Buffer:
     """The body, in Arrow's memory, which batches decoded from it go on using: Python holds one network chunk of it."""
     length = request.content_length
     if length is not None and length > bytes_max:
         raise BodyTooLarge(f"a body of {length} bytes is over this route's {bytes_max}")
     if length is not None and request.content.is_eof() and hdrs.CONTENT_ENCODING not in request.headers:
+        take(length)
         return pa.py_buffer(request.content.read_nowait())  # a small one, which came with its head
     if not length or hdrs.CONTENT_ENCODING in request.headers:
         sink: Any = pa.BufferOutputStream()
@@ -165,6 +193,7 @@ async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> 
                 size += len(chunk)
                 if size > bytes_max:
                     raise BodyTooLarge(f"the body is over this route's {bytes_max} bytes")
+                take(len(chunk))
                 sink.write(chunk)
     except TimeoutError:
         raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
@@ -174,7 +203,7 @@ async def _read_body(request: web.Request, bytes_max: int, timeout_s: float) -> 
 
 
 def _endpoint(
-    handler: Handler, name: str, group: str, bytes_max: int, body_timeout_s: float
+    handler: Handler, name: str, group: str, room: _Room, bytes_max: int, body_timeout_s: float
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def endpoint(request: web.Request) -> web.StreamResponse:
         state = request.app[STATE]
@@ -185,10 +214,11 @@ def _endpoint(
             entry.client = identify(state, request, group)
             if group == "control" and "instance" in request.match_info:
                 state.check_instance(request.match_info["instance"])
-            call.body = await _read_body(request, bytes_max, body_timeout_s)
-            if group == "control":
-                check_content(request.headers, call.body)
-            reply = await handler(call)
+            with room.share() as take:
+                call.body = await _read_body(request, take, bytes_max, body_timeout_s)
+                if group == "control":
+                    check_content(request.headers, call.body)
+                reply = await handler(call)
             entry.status = reply.status
             if call.reply_fault is not None:
                 return await _send_struck(request, entry, reply, call.reply_fault)
@@ -202,6 +232,10 @@ def _endpoint(
         except web.HTTPException:
             raise
         except MemoryError:
+            if entry.rows_applied:  # a refusal would say that nothing was
+                entry.status = None
+                break_off(request.transport)
+                return web.Response()
             log.warning("route %s: out of memory; the request is refused", name)
             return _refuse_late(
                 request, entry, BodyTooLarge("there is no memory for this request: ask for less at a time")

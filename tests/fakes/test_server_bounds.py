@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,11 +14,12 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+import urllib3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaproof.fakes.errors import MESSAGE_CHARS_MAX, FakeError, SchemaMismatch
-from deltaproof.fakes.server import FeatureStoreServer, wire
+from deltaproof.fakes.server import FeatureStoreServer, routes, wire
 from deltaproof.fakes.server.handlers import ONLINE_BYTES_MAX, ONLINE_ROWS_MAX, Call
 from deltaproof.fakes.server.routes import GROUPS, JSON_BYTES_MAX
 from deltaproof.fakes.server.windows import REPLY_BYTES_MAX, WINDOW_BYTES
@@ -209,6 +211,45 @@ def test_memory_that_ends_in_the_middle_of_a_reply_ends_the_reply(
     assert not received.endswith(b"0\r\n\r\n"), "it looks complete"
     monkeypatch.undo()
     assert raw.data("GET", f"/iterate_get_kv?version={VERSION}").status == 200
+
+
+def test_memory_that_ends_after_the_commit_is_no_refusal(
+    server: FeatureStoreServer, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_view(server.store)
+    monkeypatch.setattr(wire, "to_json", no_memory)
+    with pytest.raises(urllib3.exceptions.ProtocolError):
+        raw.data("POST", f"/write_arrow?version={VERSION}&ts=1", ipc(rows(["t"], [1], [[1.0]])))
+    monkeypatch.undo()
+    assert server.store.rows(PROJECT, VIEW, VERSION) == 1
+    (entry,) = server.requests()
+    assert (entry.status, entry.fate) == (None, "yes")
+
+
+def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "BODIES_BYTES_MAX", 1000)
+    body = ipc(rows(["t"], [1], [[1.0]]))
+    with FeatureStoreServer(body_timeout_s=1.0) as server:
+        make_view(server.store)
+        raw = Raw(server)
+        head = f"POST {raw.table}/write_arrow?version={VERSION}&ts=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in raw.login.items())
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
+            slow.sendall(head.encode() + b"\r\n" + b"x" * 800)
+            codes: list[str] = []
+            deadline = time.monotonic() + 20
+            while codes[-1:] != ["Throttling"]:  # at first the slow one's bytes may still be on their way
+                assert time.monotonic() < deadline
+                reply = raw.data("POST", f"/write_arrow?version={VERSION}&ts=1", body)
+                codes.append(json.loads(reply.data).get("Code", ""))
+            assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
+            assert raw("GET", "/health").status == 200
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        for chunks in (body, [body[:100], body[100:]]):  # in one piece, and chunked
+            for _ in range(5):  # what was taken is given back
+                sent = iter(chunks) if isinstance(chunks, list) else chunks
+                assert raw.data("POST", f"/write_arrow?version={VERSION}&ts=1", sent).status == 200
+        raw.close()
 
 
 # JSON in windows
@@ -409,3 +450,4 @@ def test_the_limits_stand_in_the_docs() -> None:
         assert f"{limit // MIB} MiB" in PAGE
     assert f"{ONLINE_ROWS_MAX:,} rows or {ONLINE_BYTES_MAX // MIB} MiB" in PAGE
     assert f"cut at {MESSAGE_CHARS_MAX:,} characters" in PAGE
+    assert f"together {routes.BODIES_BYTES_MAX >> 30} GiB" in PAGE
