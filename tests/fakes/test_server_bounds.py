@@ -244,6 +244,9 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
                 codes.append(json.loads(reply.data).get("Code", ""))
             assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
             assert raw("GET", "/health").status == 200
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as quick:  # head and body at once
+                quick.sendall(head.replace(": 900", f": {len(body)}").encode() + b"\r\n" + body)
+                assert quick.recv(100).startswith(b"HTTP/1.1 429")
             assert slow.recv(100).startswith(b"HTTP/1.1 408")
         for chunks in (body, [body[:100], body[100:]]):  # in one piece, and chunked
             for _ in range(5):  # what was taken is given back
