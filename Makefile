@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALLED := .venv/requirements.stamp
 READY := .venv/package.stamp
 
-.PHONY: help demo test lint format bench soak gpu-test venv clean
+.PHONY: help demo test lint format bench soak gpu-test mutants venv clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -47,6 +47,11 @@ bench: $(READY)  ## every benchmarks/bench_*.py
 
 soak: $(READY)  ## the tests that take minutes
 	@$(RUN) -m pytest -m soak --timeout 3600 $(ARGS)
+
+# Worker processes of `make mutants`; unset: one per core.
+MUTANTS_JOBS ?=
+mutants: $(READY)  ## whether the tests notice wrong code in reference/ (ARGS="--files delta.py"; report: build/mutants)
+	@$(RUN) ci/mutants.py $(if $(MUTANTS_JOBS),--jobs $(MUTANTS_JOBS)) $(ARGS)
 
 # On a machine whose torch is not in .venv: `make gpu-test GPU_PYTHON=python3` builds nothing and needs no install.
 GPU_PYTHON ?=

@@ -88,7 +88,12 @@ def main() -> None:
     torch = closure(TORCH_CPU)
     write("base.txt", base, includes=None, note="What `pip install deltaproof` needs.")
     write("test.txt", less(test, base), includes="base.txt", note="What the tests need (extra `test`).")
-    write("dev.txt", less(dev, base, test), includes="test.txt", note="What `make lint` needs (extra `dev`).")
+    write(
+        "dev.txt",
+        less(dev, base, test),
+        includes="test.txt",
+        note="What `make lint` and `make mutants` need (extra `dev`).",
+    )
     write(
         "torch-cpu.txt",
         less(torch, base, test, dev),

@@ -25,6 +25,14 @@ os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None, print_blob=True)
 # HYPOTHESIS_PROFILE=search draws other examples on each run.
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+# HYPOTHESIS_PROFILE=mutants (ci/mutants.py): whether a test is red, not why.
+hypothesis.settings.register_profile(
+    "mutants",
+    hypothesis.settings.get_profile("suite"),
+    max_examples=50,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+    report_multiple_bugs=False,
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
