@@ -7,7 +7,9 @@ No torch here: an exporter that only reads a checkpoint can use it too.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
@@ -33,6 +35,10 @@ class TableRef(msgspec.Struct, frozen=True):
     owner: str
     collection: Collection
     table: str
+
+    @property
+    def fqn(self) -> str:
+        return fqn(self.owner, self.collection, self.table)
 
 
 class ManifestTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ContractError: the names collide (see `embedding_names`), or twins differ in dimension.
         """
         names, found = embedding_names(list(dims), naming), dict[str, int]()
-        by_fqn = {fqn(ref.owner, ref.collection, ref.table): dim for ref, dim in dims.items()}
+        by_fqn = {ref.fqn: dim for ref, dim in dims.items()}
         for full, dim in by_fqn.items():
             if found.setdefault(names[full], dim) != dim:
                 raise ContractError(f"{full!r} has dimension {dim}, its twin {found[names[full]]}; they are one table")
@@ -87,10 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def strip_wrappers(path: str) -> str:
     """Module path without the leading prefixes that DistributedModelParallel and DDP add."""
-    parts = path.split(".")
-    while parts and parts[0] in WRAPPERS:
-        parts = parts[1:]
-    return ".".join(parts)
+    return ".".join(itertools.dropwhile(WRAPPERS.__contains__, path.split(".")))
 
 
 def fqn(owner: str, collection: Collection, table: str) -> str:
@@ -112,55 +115,44 @@ def embedding_names(tables: Sequence[TableRef], naming: Naming = "fqn") -> dict[
     Raises:
         ContractError: equal FQNs, an empty table name, or (role naming) one table name used twice in one role.
     """
-    seen: set[str] = set()
+    canonical: dict[str, TableRef] = {}
     for ref in tables:
-        full = fqn(ref.owner, ref.collection, ref.table)
-        if any("\ud800" <= letter <= "\udfff" for letter in full):
-            raise ContractError(f"the table name {full!r} holds half a character (a surrogate); rename it")
+        if any("\ud800" <= letter <= "\udfff" for letter in ref.fqn):
+            raise ContractError(f"the table name {ref.fqn!r} holds half a character (a surrogate); rename it")
         if not ref.table:
             raise ContractError(f"a table of owner {ref.owner!r} has an empty name; give it one")
-        if full in seen:
-            raise ContractError(f"two tables have the name {full!r}; rename one or move it under another module")
-        seen.add(full)
-    canonical = {
-        fqn(ref.owner, ref.collection, ref.table): TableRef(twin_of(ref.owner), ref.collection, ref.table)
-        for ref in tables
-    }
+        if ref.fqn in canonical:
+            raise ContractError(f"two tables have the name {ref.fqn!r}; rename one or move it under another module")
+        canonical[ref.fqn] = TableRef(twin_of(ref.owner), ref.collection, ref.table)
     published = _fqn_names(canonical.values()) if naming == "fqn" else _role_names(canonical.values())
     return {full: published[ref] for full, ref in canonical.items()}
 
 
 def _fqn_names(refs: Iterable[TableRef]) -> dict[TableRef, str]:
-    names = {ref: fqn(ref.owner, ref.collection, ref.table) for ref in refs}
+    names = {ref: ref.fqn for ref in refs}
     # A table called "b.embeddings.c" can spell the FQN of another owner's table.
-    if len(set(names.values())) != len(names):
-        twice = sorted(name for name in names.values() if list(names.values()).count(name) > 1)[0]
-        raise ContractError(f"two tables would be published as {twice!r}; rename one of them")
+    if twice := sorted(name for name, count in Counter(names.values()).items() if count > 1):
+        raise ContractError(f"two tables would be published as {twice[0]!r}; rename one of them")
     return names
 
 
 def _role_names(refs: Iterable[TableRef]) -> dict[TableRef, str]:
     """Table name; `__ec`/`__ebc` appended when both roles use it; `_1`, `_2`, … when that meets another name."""
-    ordered = sorted(set(refs), key=lambda ref: (ref.table, ref.collection, ref.owner))
-    roles: dict[str, list[TableRef]] = {}
-    for ref in ordered:
-        peers = roles.setdefault(ref.table, [])
-        for peer in peers:
-            if peer.collection == ref.collection:
-                raise ContractError(
-                    f"table {ref.table!r} is used by {peer.owner!r} and {ref.owner!r} in one role "
-                    f"({ref.collection}); rename one or set naming='fqn'"
-                )
-        peers.append(ref)
+    roles: dict[str, dict[Collection, TableRef]] = {}
+    for ref in sorted(set(refs), key=lambda ref: (ref.table, ref.collection, ref.owner)):
+        if (peer := roles.setdefault(ref.table, {}).setdefault(ref.collection, ref)) != ref:
+            raise ContractError(
+                f"table {ref.table!r} is used by {peer.owner!r} and {ref.owner!r} in one role "
+                f"({ref.collection}); rename one or set naming='fqn'"
+            )
     taken = set(roles)  # raw names stay reserved, so that a suffixed name never steals one
     names: dict[TableRef, str] = {}
     for table, peers in roles.items():
-        for ref in peers:
-            stem = name = table if len(peers) == 1 else f"{table}__{ref.collection}"
-            number = 0
+        for collection, ref in peers.items():
+            stem = name = table if len(peers) == 1 else f"{table}__{collection}"
+            numbers = itertools.count(1)
             while name in taken and len(peers) > 1:
-                number += 1
-                name = f"{stem}_{number}"
+                name = f"{stem}_{next(numbers)}"
             taken.add(name)
             names[ref] = name
     return names

@@ -92,14 +92,13 @@ class Cadence:
         """True when a boundary was crossed since the last call, however far the step number moved."""
         if self._every_steps is None:
             return self._due_by_time()
-        before = self._step_last if self._step_last is not None else max(step - 1, 0)
+        before = max(step - 1, 0) if self._step_last is None else self._step_last
         self._step_last = step
         return step // self._every_steps > before // self._every_steps
 
     def _due_by_time(self) -> bool:
         now_s = self._clock.monotonic()
-        late_s = now_s - self._deadline_s
-        if late_s < 0:
+        if (late_s := now_s - self._deadline_s) < 0:
             # A clock that went back (a resumed machine) must not silence the rank for as long as it went back.
             self._deadline_s = min(self._deadline_s, now_s + self._period_s)
             return False
@@ -167,20 +166,18 @@ class Dumper:
 
     def _share(self, fqn: str, keys: Keys) -> Keys:
         """Those of the keys that this rank hosts; of a replicated table, which all host, one in `world_size`."""
-        mask = self._source.hosts(fqn, keys)
-        if fqn in self._tables and self._tables[fqn].sharding == DATA_PARALLEL:
-            mask = mask & (keys % self._world_size == self._rank)
-        return keys[mask]
+        mine = keys[self._source.hosts(fqn, keys)]
+        is_replicated = fqn in self._tables and self._tables[fqn].sharding == DATA_PARALLEL
+        return mine[mine % self._world_size == self._rank] if is_replicated else mine
 
     def _targets(self, touched: Mapping[str, Keys]) -> list[str]:
         """Tables this dump reads. Only those with keys: a quiet table, or one of another rank, has nothing to read."""
         return sorted(fqn for fqn, keys in touched.items() if len(keys))
 
     def _delta_of(self, step: int, fqn: str, keys: Keys, source: Source) -> pa.Table:
-        rows = np.ascontiguousarray(self._source.gather(fqn, keys))
-        features = ",".join(self._tables[fqn].feature_names)
-        kind = self._embedding_type
-        return make_delta(step, self._rank, self._world_size, features, fqn, keys, rows, source, kind)
+        rows, features = np.ascontiguousarray(self._source.gather(fqn, keys)), ",".join(self._tables[fqn].feature_names)
+        who = (step, self._rank, self._world_size)
+        return make_delta(*who, features, fqn, keys, rows, source, self._embedding_type)
 
 
 def merge_keys(*several: Mapping[str, Keys]) -> dict[str, Keys]:

@@ -38,15 +38,11 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         values = self._read()
-        for name, what in COUNTERS.items():
-            yield self._of(CounterMetricFamily, name, what, values[f"deltaproof_{name}_total"])
-        for name, what in GAUGES.items():
-            yield self._of(GaugeMetricFamily, name, what, values[f"deltaproof_{name}"])
-
-    def _of(self, family: Any, name: str, what: str, value: float) -> Any:
-        metric = family(f"deltaproof_{name}", what, labels=list(self._labels))
-        metric.add_metric(list(self._labels.values()), value)
-        return metric
+        for described, family, end in (COUNTERS, CounterMetricFamily, "_total"), (GAUGES, GaugeMetricFamily, ""):
+            for name, what in described.items():
+                metric = family(f"deltaproof_{name}", what, labels=list(self._labels))
+                metric.add_metric(list(self._labels.values()), values[f"deltaproof_{name}{end}"])
+                yield metric
 
     def describe(self) -> list[Any]:
         """Nothing: registering must not read an uploader that may not have started."""

@@ -78,14 +78,12 @@ def join(states: Sequence[Mapping[str, Any]], settings: Settings) -> Restart:
     if found != list(range(world_size)):
         raise RestartError(f"states of ranks {found}, expected each of 0 to {world_size - 1} once: load those of all")
     marks = [rank.watermark_ms for rank in ranks]
-    pending, replicated = (
-        merge_keys(*({fqn: _keys(fqn, packed) for fqn, packed in getattr(rank, name).items()} for rank in ranks))
-        for name in ("pending", "replicated")
-    )
-    return Restart(min(marks), max(marks), pending, replicated)
+    pending = merge_keys(*(_unpack(rank.pending) for rank in ranks))
+    return Restart(min(marks), max(marks), pending, merge_keys(*(_unpack(rank.replicated) for rank in ranks)))
 
 
-def _keys(fqn: str, packed: bytes) -> Keys:
-    if len(packed) % 8:
-        raise RestartError(f"the keys of table {fqn!r} are cut off: {len(packed)} bytes; the checkpoint is damaged")
-    return np.frombuffer(packed, "<i8").astype(np.int64)
+def _unpack(packed: Mapping[str, bytes]) -> dict[str, Keys]:
+    for fqn, each in packed.items():
+        if len(each) % 8:
+            raise RestartError(f"the keys of table {fqn!r} are cut off: {len(each)} bytes; the checkpoint is damaged")
+    return {fqn: np.frombuffer(each, "<i8").astype(np.int64) for fqn, each in packed.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import re
+import sys
 from os import PathLike
 from pathlib import Path
 from typing import Literal, Self
@@ -13,6 +14,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from .contract import EmbeddingType, Naming
+
+COUNTS = ("every_steps", "batch_size", "max_workers", "queue_steps_max", "queue_bytes_max", "retry_attempts_max")
+DURATIONS = ("every_minutes", "flush_timeout_s", "close_timeout_s", "progress_s")
+DURATION_MIN, FINITE_MAX = 1e-9, sys.float_info.max
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,35 +86,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_endpoint(self.endpoint)
         for name in ("retain", "spill"):
             if "@" in urlsplit(getattr(self, name) or "").netloc:
-                raise ValueError(
-                    f"setting {name} holds a login; give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID and so on"
-                )
+                raise ValueError(f"setting {name} holds a login: give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID etc.")
         if (self.every_steps is None) == (self.every_minutes is None):
             raise ValueError("set exactly one of every_steps and every_minutes")
-        floors = {
-            "every_steps": 1,
-            "batch_size": 1,
-            "max_workers": 1,
-            "queue_steps_max": 1,
-            "queue_bytes_max": 1,
-            "retry_attempts_max": 1,
-            "retry_delay_ms_min": 0,
-            "retry_delay_ms_max": self.retry_delay_ms_min,
-            "ttl_s": 1,
+        ranges = dict.fromkeys(COUNTS, (1, FINITE_MAX)) | dict.fromkeys(DURATIONS, (DURATION_MIN, FINITE_MAX))
+        ranges |= {"retry_delay_ms_min": (0, FINITE_MAX), "retry_delay_ms_max": (self.retry_delay_ms_min, FINITE_MAX)}
+        ranges |= {
+            "settle_s": (0, FINITE_MAX),
+            "ttl_s": (1, FINITE_MAX),
+            "shard_count": (1, 20),
+            "replication_count": (1, 3),
         }
-        for name, floor in floors.items():
+        for name, (least, most) in ranges.items():
             number = getattr(self, name)
-            if number is not None and number < floor:
-                raise ValueError(f"setting {name} is {number}, the least is {floor}")
-        for name in ("every_minutes", "flush_timeout_s", "close_timeout_s", "progress_s"):
-            number = getattr(self, name)
-            if number is not None and not 0 < number < float("inf"):
-                raise ValueError(f"setting {name} is {number}, expected a positive number")
-        if not 0 <= self.settle_s < float("inf"):
-            raise ValueError(f"setting settle_s is {self.settle_s}, expected a number of seconds, 0 or more")
-        for name, most in (("shard_count", 20), ("replication_count", 3)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"setting {name} is {getattr(self, name)}, expected 1 to {most}")
+            if number is not None and not least <= number <= most:
+                known = f"{least} to {most}" if most < FINITE_MAX else f"{least} or more, but no infinity"
+                raise ValueError(f"setting {name} is {number}, expected {known}")
 
 
 def _cure(key: str, known: tuple[str, ...]) -> str:
@@ -142,9 +134,8 @@ def check_endpoint(endpoint: str | None) -> None:
         raise ValueError("setting endpoint is not host, host:port or https://host:port, without a login or a path")
     host = re.sub(r":\d+$", "", place).strip("[]")
     if scheme not in ("", "https") and not (scheme == "http" and _is_loopback(host)):
-        raise ValueError(
-            f"setting endpoint: {scheme}://{host} would get the credentials in clear text, use https://{host}"
-        )
+        here = f"{scheme}://{host}"
+        raise ValueError(f"setting endpoint: {here} would get the credentials in clear text, use https://{host}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -112,8 +112,6 @@ class Uploader:
         # A write larger than the SDK's batch would be split there, and its summary would count other batches than ours.
         self._batch_size = min(settings.batch_size, int(getattr(view, "_batch_size", settings.batch_size)))
         self._random = random.Random(rank)
-        self._window_rows = self._batch_size * settings.max_workers
-        self._named: tuple[str, pa.StringArray] = "", pa.array([], pa.string())
         # Guards everything below. A signal handler gets in all the same: iterate over copies, look once at a thing.
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # not acknowledged; the first one is being sent
@@ -235,14 +233,13 @@ class Uploader:
         deadline_s = time.monotonic() + self._settings.close_timeout_s
         with self._changed:
             self._changed.notify_all()  # a signal handler may have come between a submission and its notice
-            self._raise_failure()
-            while self._jobs:
+            while self._jobs or self._failure:
+                self._raise_failure()
                 if self._thread is None or self._abandoned:
                     raise self._error("nothing is sent any more")
                 if time.monotonic() >= deadline_s:
                     raise self._error(f"the store did not acknowledge within {self._settings.close_timeout_s:g} s")
                 self._wait(deadline_s)
-                self._raise_failure()
 
     def close(self, drain: bool = True) -> None:
         """Stop, by default after everything is acknowledged. Idempotent.
@@ -280,11 +277,9 @@ class Uploader:
 
     def _has_room(self, job: _Job) -> bool:
         """Within both bounds; a delta larger than the byte bound may enter alone."""
-        jobs = list(self._jobs)
-        pending_bytes = sum(pending.bytes for pending in jobs)
-        return not jobs or (
-            len(jobs) < self._settings.queue_steps_max and pending_bytes + job.bytes <= self._settings.queue_bytes_max
-        )
+        jobs, settings = list(self._jobs), self._settings
+        total_bytes = sum(pending.bytes for pending in [*jobs, job])
+        return not jobs or (len(jobs) < settings.queue_steps_max and total_bytes <= settings.queue_bytes_max)
 
     def _wait(self, deadline_s: float = math.inf) -> None:
         """Wait for the thread to report, but wake in time to notice a call that hangs."""
@@ -293,10 +288,9 @@ class Uploader:
         self._changed.wait(min(max(0.001, until_s - time.monotonic()), WAIT_S_MAX))
 
     def _raise_failure(self, refused: _Job | None = None) -> None:
-        if self._failure is None and (call := self._call) is not None:
-            what, began_s = call
-            if (hung_s := time.monotonic() - began_s) >= self._settings.flush_timeout_s:
-                self._failure = f"{what} has not returned for {hung_s:.1f} s"
+        what, began_s = self._call or ("", math.inf)
+        if self._failure is None and (hung_s := time.monotonic() - began_s) >= self._settings.flush_timeout_s:
+            self._failure = f"{what} has not returned for {hung_s:.1f} s"
         if self._failure is not None:
             raise self._error(self._failure, refused)
 
@@ -318,8 +312,7 @@ class Uploader:
             self._changed.notify_all()
             while self._working and self._call is None and time.monotonic() < deadline_s:
                 self._changed.wait(WAIT_S_MAX)
-            ended = not self._working
-        if self._thread is not None and ended:
+        if self._thread is not None and not self._working:
             self._thread.join()
 
     # -- the background thread's side ----------------------------------------------------------------------------------
@@ -366,12 +359,8 @@ class Uploader:
             AttemptError: another attempt cannot help, or there were `retry_attempts_max` of them.
         """
         stamps = self._persist(f"step {job.step}", functools.partial(self._send, job))
-        if (retain := self._retain) is not None:
-
-            def keep() -> None:
-                with self._watched("retain()"):
-                    self._keep(job, stamps, retain)
-
+        if self._retain is not None:
+            keep = self._watched("retain()")(functools.partial(self._keep, job, stamps, self._retain))
             self._persist(f"step {job.step}, to be retained", keep, online=False)
 
     def _persist(self, what: str, call: Callable[[], T], *, online: bool = True) -> T:
@@ -416,27 +405,26 @@ class Uploader:
         finally:
             self._call = None
 
-    def _send(self, job: _Job) -> list[int]:
+    def _send(self, job: _Job) -> Sequence[int]:
         """One attempt at a whole step: every batch, from the first, under new ts; returns them, one per batch.
 
         Batches that an earlier attempt placed go again. Which ones it placed is not known after a timeout, and an
         incremental reader may have moved past their old ts.
         """
         with self._changed:
-            stamps = iter(self._stamps(job))
-        batches, used, rows = self._batches(job.table), list[int](), 0
+            stamps = self._stamps(job)
+        batches, sent, rows = self._batches(job.table), 0, 0
         began_s = told_s = time.monotonic()
         while window := list(itertools.islice(batches, self._settings.max_workers)):
-            used += itertools.islice(stamps, len(window))
-            self._window(window, used[-len(window) :])
+            self._window(window, stamps[sent : sent + len(window)])
+            sent += len(window)
             rows += sum(batch.num_rows for batch in window)
-            now_s = time.monotonic()
-            if now_s - told_s >= self._settings.progress_s:
-                done = f"{rows} of {job.table.num_rows} rows in {now_s - began_s:.0f} s"
-                log.info("rank %d, step %d: %s, %.0f rows/s", self._rank, job.step, done, rows / (now_s - began_s))
-                told_s = now_s
-
-        return used
+            if (now_s := time.monotonic()) - told_s >= self._settings.progress_s:
+                done, took_s, told_s = f"{rows} of {job.table.num_rows} rows", now_s - began_s, now_s
+                log.info(
+                    "rank %d, step %d: %s in %.0f s, %.0f rows/s", self._rank, job.step, done, took_s, rows / took_s
+                )
+        return stamps
 
     def _keep(self, job: _Job, stamps: Sequence[int], keep: Keep) -> None:
         """Hand a job over, with the ts of each row. `stamps`: of each batch."""
@@ -481,24 +469,17 @@ class Uploader:
         """
         names = [self._view.pk_field, self._view.sk_field, self._view.embedding_field]
         columns = table.select(["table_fqn", "key_id", "embedding"]).rename_columns(names)
-        for chunk in columns.to_batches(max_chunksize=8 * self._window_rows):
-            fqn = constant(chunk.column(0)) if chunk.num_rows else None
-            for start in range(0, chunk.num_rows, self._window_rows):
-                window = chunk.slice(start, self._window_rows)
-                window = window.set_column(0, names[0], self._published(window.column(0), fqn))
-                yield from (window.slice(first, self._batch_size) for first in range(0, len(window), self._batch_size))
+        for window in columns.to_batches(max_chunksize=self._batch_size * self._settings.max_workers):
+            window = window.set_column(0, names[0], self._published(window.column(0)))
+            yield from (window.slice(first, self._batch_size) for first in range(0, len(window), self._batch_size))
 
-    def _published(self, fqns: pa.StringArray, fqn: str | None) -> pa.StringArray:
-        """Published name of each row of a window. `fqn`: of all of them, when they share one."""
-        if self._names is None:
+    def _published(self, fqns: pa.StringArray) -> pa.StringArray:
+        """Published name of each row."""
+        if self._names is None or not len(fqns):
             return fqns
-        if fqn is None:
+        if (fqn := constant(fqns)) is None:
             return pa.array([self._names[each] for each in fqns.to_pylist()], pa.string())
-        if (name := self._names[fqn]) == fqn:
-            return fqns
-        if self._named[0] != name:  # one window of names: for a whole chunk they could be larger than its rows
-            self._named = name, pa.repeat(name, self._window_rows)
-        return self._named[1].slice(0, len(fqns))
+        return fqns if self._names[fqn] == fqn else pa.repeat(self._names[fqn], len(fqns))
 
     def _wall_ms(self) -> int:
         return int(self._clock.time() * 1000)
@@ -526,11 +507,11 @@ class Uploader:
         self._check_summary(summary, sum(batch.num_rows for batch in batches), len(batches))
 
     def _write(self, rows: pa.RecordBatch, ts: int) -> None:
-        version = self._settings.version
+        how: Any = {"version": self._settings.version, "write_mode": "MERGE", "ts": ts}
         if self._settings.upload_format == "arrow":
-            self._view.write_features_arrow(batch=rows, version=version, write_mode="MERGE", ts=ts)
+            self._view.write_features_arrow(batch=rows, **how)
         else:  # keys stay Python ints: a JSON float would change those above 2**53
-            self._view.write_features(data=rows.to_pylist(), version=version, write_mode="MERGE", ts=ts)
+            self._view.write_features(data=rows.to_pylist(), **how)
 
     def _check_summary(self, summary: Mapping[str, Any], rows: int, batches: int) -> None:
         """Accept exactly what was sent: with any other count some row may not be in the store.
@@ -554,12 +535,8 @@ class Uploader:
         waits_s = [wait_s for error in reported if (wait_s := errors.retry_after_s(error)) is not None]
         worst = (fatal or expired or list(reported))[0]
         kind = f"{type(worst).__name__}: " if isinstance(worst, BaseException) and str(worst) else ""
-        return AttemptError(
-            f"{kind}{self._redact(worst)}{detail}",
-            retriable=not fatal,
-            expired=bool(expired),
-            retry_after_s=max(waits_s, default=None),
-        )
+        what, wait_s = f"{kind}{self._redact(worst)}{detail}", max(waits_s, default=None)
+        return AttemptError(what, retriable=not fatal, expired=bool(expired), retry_after_s=wait_s)
 
     _is_retriable = staticmethod(errors.is_retriable)
     _is_expired = staticmethod(errors.is_expired)

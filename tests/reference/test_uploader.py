@@ -438,6 +438,17 @@ def test_a_thread_that_is_told_to_exit_says_so(kit: Any, run: Any) -> None:
         uploader.close()
 
 
+def test_an_empty_chunk_is_passed_over(kit: Any) -> None:
+    view, name = kit.view(), "m.ebc.embedding_bags.t"
+    uploader = Uploader(view, kit.settings(), 0, 1, names={name: "renamed"})
+    uploader.start()
+    one = kit.delta(1, [7])
+    empty = one.slice(0, 0).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], one.schema)]
+    uploader.submit(1, pa.Table.from_batches([*empty, *one.to_batches(), *empty]))
+    uploader.close()
+    assert set(view.stored) == {("renamed", 7)}
+
+
 def test_an_uploader_starts_once(kit: Any, run: Any) -> None:
     uploader = run(kit.view())
     with pytest.raises(UploadError, match="starts once"):
