@@ -193,6 +193,7 @@ def read_ledger(path: Path) -> list[pa.RecordBatch]:
 class LedgerTable:
     """Ground truth of one table. ``rows``, ``dim`` from the scenario; values are float32, compared bit by bit.
 
+    Keys are row numbers here, whatever the store calls them (``key_ids``, ``numbers``).
     ``initial`` (rows, dim); ``steps`` (m,), ``keys`` (m,), ``values`` (m, dim): each change, in step order, once;
     ``lookup_steps``, ``lookup_ranks``, ``lookup_keys`` (n,): each training lookup; ``host`` (rows,): hosting rank, -1
     every. Where the job was restarted, steps count on (``Attempt``), the restore of a checkpoint is a change like any
@@ -210,6 +211,19 @@ class LedgerTable:
     lookup_keys: np.ndarray
     host: np.ndarray
     since: int = 0
+
+    @cached_property
+    def key_ids(self) -> np.ndarray:
+        """int64 (rows,): the store's key of each row number, by which everything here is known."""
+        return self.table.key_ids(np.arange(len(self.initial)))
+
+    def numbers(self, key_ids: np.ndarray) -> np.ndarray:
+        """int64 (n,): row numbers of the store's keys; what is no key of the table is outside of it."""
+        if self.table.sharding != "dynamic":
+            return key_ids
+        order = np.argsort(self.key_ids)
+        at = np.minimum(np.searchsorted(self.key_ids[order], key_ids), len(order) - 1)
+        return np.where(self.key_ids[order][at] == key_ids, order[at], -1)
 
     @cached_property
     def final(self) -> np.ndarray:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from ..reference.contract import ContractError, TableRef, embedding_names
 from .errors import ScenarioError
@@ -21,7 +22,7 @@ from .faults import REGISTRY, AnyFault, Expect
 #: The version of scenario files this package writes and the newest it reads.
 SCENARIO_VERSION = 1
 
-SHARDINGS = ("row_wise", "table_wise", "data_parallel")
+SHARDINGS = ("row_wise", "table_wise", "data_parallel", "dynamic")
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +34,10 @@ class Table(_Data, frozen=True, kw_only=True):
 
     ``owner`` is the module path of its collection (``ebc``, ``tower.ebc``); ``features`` default to the table's name,
     so tables of equal name under several owners look up the same ids. ``rank`` places a table-wise table.
+
+    A ``dynamic`` table has keys anywhere in int64 instead of row numbers: ``rows`` different ones can be looked up, of
+    which each rank has room for ``capacity`` (0: all), and serving uses ``missing`` in place of a row that is
+    not there.
     """
 
     name: str
@@ -43,11 +48,20 @@ class Table(_Data, frozen=True, kw_only=True):
     sharding: str = "row_wise"
     rank: int = 0
     features: tuple[str, ...] = ()
+    capacity: int = 0
+    missing: float = 0.0
 
     @property
     def fqn(self) -> str:
         """Owner-qualified name, as TorchRec's state dict spells it without ``.weight``."""
         return f"{self.owner}.{'embedding_bags' if self.collection == 'ebc' else 'embeddings'}.{self.name}"
+
+    def key_ids(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 keys of int64 row numbers: themselves or, in a dynamic table, scattered over all of int64 but -1."""
+        if self.sharding != "dynamic":
+            return numbers
+        mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # odd: no two meet
+        return mixed.view(np.int64)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -282,6 +296,11 @@ class Scenario(_Data, frozen=True, kw_only=True):
         for index, restart in enumerate(self.restarts):
             if restart.world_size is not None:
                 at_least(f"restarts[{index}].world_size", restart.world_size, 1, 64)
+        dynamic = [t for t in self.tables if t.sharding == "dynamic"]
+        if dynamic and len(dynamic) == len(self.tables):
+            found.append("all tables are dynamic; a model needs one at least that TorchRec shards")
+        if dynamic and (self.restarts or self.workload.warmup_batches):
+            found.append("dynamic tables make no checkpoints here: leave out restarts and workload.warmup_batches")
         if self.publisher.readback and not self.publisher.retain:
             found.append("publisher.readback needs publisher.retain: there is nothing to compare with the store")
         if not self.tables:
@@ -332,6 +351,10 @@ class Scenario(_Data, frozen=True, kw_only=True):
                     f"{where}: TorchRec gives each rank {share} of the {table.rows} rows, which leaves the last of "
                     f"{self.world_size} ranks with none, and its CPU kernel refuses an empty shard; use more rows"
                 )
+            if table.capacity < 0 or not abs(table.missing) < float("inf"):
+                found.append(
+                    f"{where}: capacity is {table.capacity} and missing {table.missing:g}; want 0 or more, finite"
+                )
             if table.dim < 4 or table.dim % 4 or table.dim > 2048:
                 found.append(f"{where}: dim is {table.dim}; TorchRec's kernels take multiples of 4 up to 2048")
             if table.sharding == "table_wise" and not 0 <= table.rank < self.world_size:
@@ -343,6 +366,8 @@ class Scenario(_Data, frozen=True, kw_only=True):
                 )
             elif table.collection == "ec" and first.dim != table.dim:
                 found.append(f"{where}: an EmbeddingCollection has one dim; {first.name!r} has {first.dim}")
+            if (first.sharding == "dynamic") != (table.sharding == "dynamic"):
+                found.append(f"{where}: owner {table.owner!r} holds dynamic tables and others; give each its own owner")
             for outer in collections:
                 if outer != table.owner and table.owner.startswith(outer + "."):
                     found.append(f"{where}: owner lies inside the collection {outer!r}")

@@ -5,22 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
 from hypothesis import strategies as st
 
 from .faults import (
     AnyFault,
+    BadRow,
     ClockJump,
     ClockOffset,
+    ClockStall,
+    DiskCrash,
+    DiskError,
     DuplicateTable,
+    EvaluationRaises,
     Exhaustion,
+    LeakyError,
+    QuietTable,
     RankKill,
     RankRaise,
+    StorageReplaced,
+    StoreDuplicated,
     StoreError,
+    StoreOutage,
     StorePartial,
+    StoreReordered,
     StoreReset,
+    StoreSchemaChanged,
     StoreSlow,
+    StoreSlowBody,
+    StoreTokenRevoked,
+    StoreTruncated,
+    StoreViewDeleted,
 )
-from .scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
+from .scenario import Deadlines, PublisherConfig, Restart, Scenario, Table, Workload
 
 #: Owners that a generated model may have, with their kind. Bare table names repeat across owners on purpose.
 OWNERS: tuple[tuple[str, Literal["ebc", "ec"]], ...] = (("ebc", "ebc"), ("tower.ebc", "ebc"), ("ec", "ec"))
@@ -150,3 +167,70 @@ def scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12, 
         faults=tuple(planned),
         deadlines=Deadlines(run_s=60.0, grace_s=10.0),
     ).checked()
+
+
+@st.composite
+def _wide_fault(draw: st.DrawFn, scenario: Scenario) -> AnyFault | None:
+    """One fault of a kind that ``faults`` leaves out, or None where the kind that was drawn means nothing here."""
+    rank = draw(st.integers(0, scenario.world_size - 1))
+    step = draw(st.integers(1, scenario.workload.steps))
+    table = draw(st.sampled_from(sorted({t.name for t in scenario.tables})))
+    skip, count = draw(st.integers(0, 3)), draw(st.integers(1, 2))
+    every, keeps = scenario.workload.eval_every_steps, scenario.publisher.retain
+    kinds: list[AnyFault | None] = [
+        StoreTruncated(skip=skip, count=count, bytes_kept=draw(st.sampled_from([0, 20]))),
+        StoreSlowBody(skip=skip, count=count, bytes_per_s=2000),
+        StoreDuplicated(skip=skip, count=count, delay_ms=draw(st.sampled_from([0, 50]))),
+        StoreReordered(skip=skip, count=count, hold_ms_max=50),
+        StoreOutage(
+            skip=skip, duration_ms=draw(st.sampled_from([10, 50, 5000])), status=draw(st.sampled_from([503, None]))
+        ),
+        StoreTokenRevoked(skip=skip),
+        StoreViewDeleted(skip=skip),
+        StoreSchemaChanged(skip=skip),
+        LeakyError(rank=rank, nth=count),
+        ClockStall(rank=rank, step=step, seconds=draw(st.sampled_from([30.0, 200.0]))),
+        QuietTable(table=table, step=step, steps=draw(st.integers(1, 4))),
+        StorageReplaced(rank=rank, step=step),
+        BadRow(rank=rank, table=table, step=step, value=draw(st.sampled_from(["nan", "inf", "-inf"]))),
+        EvaluationRaises(rank=rank, step=step - step % every) if every and step >= every else None,
+        DiskError(rank=rank, nth=skip + 1, count=count) if keeps else None,
+        DiskCrash(rank=rank, nth=skip + 1) if keeps else None,
+    ]
+    return draw(st.sampled_from(kinds))
+
+
+@st.composite
+def wide_scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12) -> Scenario:
+    """Scenarios for an engine that carries out every fault: warm-ups, minutes, checkpoints, crashes and restarts on
+    other numbers of ranks, retained shards with a readback, and the kinds of fault that ``scenarios`` leaves out."""
+    base = draw(scenarios(world_size_max=world_size_max, steps_max=steps_max, faults_max=1))
+    restarts: tuple[Restart, ...] = ()
+    planned = list(base.faults)
+    rows_min = min([t.rows for t in base.tables if t.sharding == "row_wise"], default=100)
+    sizes = [n for n in range(1, world_size_max + 1) if (n - 1) ** 2 < rows_min]
+    exhausts = any(isinstance(fault, Exhaustion) for fault in planned)
+    if not exhausts and draw(st.booleans()):
+        restarts = (Restart(world_size=draw(st.sampled_from([None, *sizes]))),)
+        rank = draw(st.integers(0, base.world_size - 1))
+        planned.append(RankKill(rank=rank, point="train.after-step", nth=draw(st.integers(1, base.workload.steps))))
+    keeps = draw(st.booleans())
+    minutes = draw(st.sampled_from([None, None, 0.5]))
+    publisher = msgspec.structs.replace(
+        base.publisher,
+        every_minutes=minutes,
+        queue_steps_max=draw(st.sampled_from([8, 1])),
+        retain=keeps,
+        readback=keeps,
+    )
+    workload = msgspec.structs.replace(
+        base.workload,
+        warmup_batches=draw(st.sampled_from([0, 0, 2])),
+        step_seconds=0.0 if minutes is None else draw(st.sampled_from([5.0, 20.0])),
+        checkpoint_every_steps=draw(st.sampled_from([0, 2, 3])) if restarts else 0,
+    )
+    wide = msgspec.structs.replace(base, workload=workload, publisher=publisher, restarts=restarts)
+    for _ in range(draw(st.sampled_from([0, 1, 1, 2]))):
+        if (fault := draw(_wide_fault(wide))) is not None:
+            planned.append(fault)
+    return msgspec.structs.replace(wide, faults=tuple(planned)).checked()

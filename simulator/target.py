@@ -6,6 +6,7 @@ A target is named by a string: ``reference``, ``specimen:S02`` (the reference wi
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from .dynamic import DynamicHandle
 from .errors import ScenarioError
 from .scenario import PublisherConfig, Table
 
@@ -59,7 +61,8 @@ class RankContext:
     """All that a factory is told. ``model`` is the sharded TorchRec model, or, on the virtual engine, a table source
     (`reference.dumper.TableSource`) that stands for it; ``client_factory()`` gives a client with the
     ``feature_store_py`` interface, logged in as this rank; ``barrier()`` is a collective over all ranks. ``retain`` and
-    ``spill``: folders for copies of what was acknowledged, and of what could not be delivered."""
+    ``spill``: folders for copies of what was acknowledged, and of what could not be delivered. ``dynamic``: this rank's
+    dynamic tables, which no TorchRec module knows."""
 
     rank: int
     world_size: int
@@ -75,6 +78,7 @@ class RankContext:
     version: str = VERSION
     retain: str | None = None
     spill: str | None = None
+    dynamic: Sequence[DynamicHandle] = ()
 
 
 def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
@@ -108,7 +112,7 @@ def reference(context: RankContext) -> PublisherTarget:
     from ..reference.publisher import Publisher
 
     return Publisher(
-        source_of(context.model),
+        _with_dynamic(source_of(context.model), context),
         context.client_factory(),
         _settings(context),
         rank=context.rank,
@@ -162,6 +166,23 @@ def _settings(context: RankContext) -> Any:
         retain=context.retain,
         spill=context.spill,
     )
+
+
+def _with_dynamic(source: Any, context: RankContext) -> Any:
+    """The source, together with that of the rank's dynamic tables when it has some."""
+    if not context.dynamic:
+        return source
+    from ..reference.contract import TableRef
+    from ..reference.dynamic import CombinedSource, DynamicSource, DynamicSpec
+
+    specs = []
+    for handle in context.dynamic:
+        ref = TableRef(owner=handle.spec.owner, collection=handle.spec.collection, table=handle.spec.name)
+        specs.append(DynamicSpec(ref, handle.table, handle.spec.feature_names, handle.missing))
+    dynamic = DynamicSource(specs, context.rank, context.world_size)
+    for handle in context.dynamic:
+        handle.listeners.append(functools.partial(dynamic.record, handle.spec.fqn))
+    return CombinedSource([source, dynamic])
 
 
 def source_of(model: Any) -> Any:

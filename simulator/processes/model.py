@@ -19,6 +19,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, d
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from ..dynamic import DynamicTables
 from ..history import CHANGED, INITIAL, LOOKED_UP, LedgerWriter
 from ..scenario import Scenario, Table
 from ..workload import Bags, Workload, initial_rows, looked_up
@@ -32,10 +33,11 @@ class TowerModel(nn.Module):
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
         super().__init__()
-        self._pooled = {t.owner: t.collection == "ebc" for t in scenario.tables}
+        fixed = [t for t in scenario.tables if t.sharding != "dynamic"]
+        self._pooled = {t.owner: t.collection == "ebc" for t in fixed}
         self.owners = list(self._pooled)
         for owner in self.owners:
-            tables = [t for t in scenario.tables if t.owner == owner]
+            tables = [t for t in fixed if t.owner == owner]
             *path, leaf = owner.split(".")
             parent: nn.Module = self
             for part in path:
@@ -112,6 +114,9 @@ class Trainer:
         dense = [p for n, p in self.model.named_parameters() if n.removesuffix(".weight") in replicated]
         self._dense = torch.optim.SGD(dense, lr=LEARNING_RATE) if dense else None
         self._shards = self._find_shards()
+        self.dynamic = DynamicTables(scenario, rank)
+        self._served: dict[int, np.ndarray] = {}
+        self._updates = 0
         self._before: list[np.ndarray] = []
         for index, offset, weight in self._shards:
             rows = initial_rows(scenario, index)[offset : offset + weight.shape[0]]
@@ -123,6 +128,8 @@ class Trainer:
         state = self.model.state_dict()
         found = []
         for index, table in enumerate(self.scenario.tables):
+            if table.sharding == "dynamic":
+                continue
             value = state[f"{table.fqn}.weight"]
             if hasattr(value, "local_shards"):
                 found += [(index, s.metadata.shard_offsets[0], s.tensor) for s in value.local_shards()]
@@ -137,6 +144,8 @@ class Trainer:
             (INITIAL, index, np.arange(offset, offset + len(rows)), rows)
             for (index, offset, _), rows in zip(self._shards, self._before, strict=True)
         ]
+        self._served = {index: self.dynamic.served(index) for index in self.dynamic.handles}
+        entries += [(INITIAL, index, self.dynamic.hosted(index), rows) for index, rows in self._served.items()]
         self.ledger.write(0, entries)
 
     def save(self, folder: Path) -> None:
@@ -202,6 +211,10 @@ class Trainer:
             lengths=torch.from_numpy(np.concatenate([bags[f].lengths for f in self.workload.features])),
         ).to(self.device)
         out = self.model(features)
+        if self.dynamic.handles:
+            batches: list[Any] = [None] * self.scenario.world_size
+            torch.distributed.all_gather_object(batches, {name: bag.values for name, bag in bags.items()})
+            self.dynamic.look_up(batches, training=self.model.training)
         again = [self._attempt] if self._attempt else []
         rng = np.random.default_rng([self.scenario.seed, 13, *(n % 2**32 for n in rank_step), *again])
         target = torch.from_numpy(rng.standard_normal(out.numel(), dtype=np.float32)).to(self.device)
@@ -214,6 +227,8 @@ class Trainer:
         loss.backward()
         if self._dense is not None:
             self._dense.step()
+        self._updates += 1
+        self.dynamic.update(self._updates)
 
     def announce(self, step: int, bags: dict[str, Bags]) -> None:
         """Write the keys that this rank is about to look up: should it die in the step, they may have been touched."""
@@ -231,6 +246,11 @@ class Trainer:
             if len(rows):
                 self._before[position] = now.copy()
                 changed += len(rows)
+        for index, before in self._served.items():
+            now = self._served[index] = self.dynamic.served(index)
+            rows = np.flatnonzero((now.view(np.uint32) != before.view(np.uint32)).any(axis=1))
+            entries.append((CHANGED, index, self.dynamic.hosted(index)[rows], now[rows]))
+            changed += len(rows)
         self.ledger.write(step, entries)
         return changed
 
@@ -246,6 +266,7 @@ class Trainer:
     def holders(self, table: str) -> list[str]:
         """FQNs of the tables that bear this bare name."""
         names = [name.removesuffix(".weight") for name in self.model.state_dict()]
+        names += [handle.spec.fqn for handle in self.dynamic.handles.values()]
         return [name for name in names if name.rsplit(".", 1)[-1] == table]
 
 

@@ -235,6 +235,7 @@ class Run(TrainingLoop):
             barrier=dist.barrier,
             endpoint=self.spec.endpoint,
             version=self.version,
+            dynamic=tuple(self._model.dynamic.handles.values()),
             retain=f"{self.spec.run}/retained" if self.scenario.publisher.retain else None,
             spill=f"{self.spec.run}/spilled" if self.scenario.publisher.spill else None,
         )

@@ -165,6 +165,19 @@ BAD = {
         "nth is 0",
     ),
     "a readback of nothing": ({"publisher": {"readback": True}}, "publisher.readback needs publisher.retain"),
+    "a dynamic table in an owner of others": (
+        {"tables": [{"name": "a"}, {"name": "b", "sharding": "dynamic"}]},
+        "holds dynamic tables and others",
+    ),
+    "nothing for TorchRec to shard": (
+        {"tables": [{"name": "a", "sharding": "dynamic"}]},
+        "all tables are dynamic",
+    ),
+    "a dynamic table and a restart": (
+        {"tables": [{"name": "a"}, {"name": "b", "owner": "d", "sharding": "dynamic"}], "restarts": [{}]},
+        "dynamic tables make no checkpoints here",
+    ),
+    "no room": ({"tables": [{"name": "a", "capacity": -1}]}, "capacity is -1"),
     "no queue": ({"publisher": {"queue_steps_max": 0}}, "publisher.queue_steps_max is 0"),
     "no minutes": ({"publisher": {"every_minutes": 0}}, "publisher.every_minutes is 0"),
     "clocks that go back": ({"workload": {"step_seconds": -1}}, "workload.step_seconds is -1"),
