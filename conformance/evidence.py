@@ -31,10 +31,10 @@ MARKS = {"step", "restored"}
 class Rows:
     """Rows of one table found in the store, in arrival order, each matched bit by bit with the model.
 
-    All int64 (n,): ``index`` row numbers in the Arrow table they come from, ``keys``, ``ts``; ``first`` and ``last``
-    step at which the model held exactly this value for this key (``NEVER``: at none). A value that came back later
-    counts as held all the time in between, so that whoever says "too old" is certain. ``values``: float32 (n, dim),
-    zeros where ``sized`` (n,) is false because the row has another dimension.
+    All int64 (n,): ``index`` row numbers in the Arrow table they come from, ``keys`` (the ledger's), ``ts``; ``first``
+    and ``last`` step at which the model held exactly this value for this key (``NEVER``: at none). A value that came
+    back later counts as held all the time in between, so that whoever says "too old" is certain. ``values``: float32
+    (n, dim), zeros where ``sized`` (n,) is false because the row has another dimension.
     """
 
     ledger: LedgerTable
@@ -99,14 +99,15 @@ def match(history: History, table: pa.Table) -> dict[str, Rows]:
     found = {}
     for fqn, ledger in history.tables.items():
         index = np.flatnonzero(codes == numbers.get(ledger.embedding_name, -1))
+        mine = ledger.numbers(keys[index])
         dim = ledger.initial.shape[1]
         sized = lengths[index] == dim
         values = np.zeros((len(index), dim), np.float32)
         flat = embeddings.take(pa.array(index[sized])).flatten()
         values[sized] = flat.to_numpy(zero_copy_only=False).reshape(-1, dim)
-        first, last = held(ledger, keys[index], values)
+        first, last = held(ledger, mine, values)
         first[~sized] = last[~sized] = NEVER
-        found[fqn] = Rows(ledger, index, keys[index], ts[index], values, sized, first, last)
+        found[fqn] = Rows(ledger, index, mine, ts[index], values, sized, first, last)
     return found
 
 
@@ -218,6 +219,11 @@ def value_at(ledger: LedgerTable, key: int, step: int) -> np.ndarray:
     """float32 (dim,): what the model held for ``key`` at the end of ``step``."""
     raw = [value for at, value in ledger.versions(key) if at <= step][-1]
     return np.frombuffer(raw, np.float32)
+
+
+def key_id(ledger: LedgerTable, key: int) -> int:
+    """What the store calls a row number of the ledger; a number outside of the table is what it is."""
+    return int(ledger.key_ids[key]) if 0 <= key < len(ledger.key_ids) else key
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ def incremental_read_complete(history: History) -> Finding:
                     f"{cursors[rows.index[i]]}, and never sees it",
                     table=fqn,
                     name=rows.ledger.embedding_name,
-                    key=int(rows.keys[i]),
+                    key=evidence.key_id(rows.ledger, int(rows.keys[i])),
                     rank=rank,
                     step=int(rows.first[i]) if rows.first[i] >= 0 else None,
                     ts=int(rows.ts[i]),

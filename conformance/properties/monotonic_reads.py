@@ -57,7 +57,7 @@ def monotonic_reads(history: History) -> Finding:
                 f"{rows.ts[was]}, and then again {evidence.when_held(int(rows.first[now]), int(rows.last[now]))}",
                 table=fqn,
                 name=rows.ledger.embedding_name,
-                key=int(rows.keys[now]),
+                key=evidence.key_id(rows.ledger, int(rows.keys[now])),
                 rank=who,
                 step=int(rows.first[was]),
                 ts=int(rows.ts[now]),

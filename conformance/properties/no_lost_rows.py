@@ -63,7 +63,7 @@ def compare_rows(history: History, finding: Finding) -> None:
                 message=_explain(history, fqn, key, rows, found),
                 table=fqn,
                 name=ledger.embedding_name,
-                key=key,
+                key=evidence.key_id(ledger, key),
                 rank=rank,
                 step=step,
                 ts=int(rows.ts[found]) if found >= 0 else None,

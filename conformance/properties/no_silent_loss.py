@@ -51,7 +51,7 @@ def no_silent_loss(history: History) -> Finding:
                     f"last touch at step {step}; the newest it accepted: {best_is}",
                     table=fqn,
                     name=ledger.embedding_name,
-                    key=key,
+                    key=evidence.key_id(ledger, key),
                     rank=rank,
                     step=step,
                     ts=None if best is None else int(rows.ts[best]),

@@ -89,7 +89,7 @@ def _describer(
             message=message,
             table=fqn,
             name=rows.ledger.embedding_name,
-            key=int(rows.keys[i]),
+            key=evidence.key_id(rows.ledger, int(rows.keys[i])),
             rank=rank,
             step=int(rows.first[i]) if rows.first[i] >= 0 else None,
             ts=int(rows.ts[i]),
