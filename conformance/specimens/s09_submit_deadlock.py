@@ -35,7 +35,7 @@ SPECIMEN = Specimen(
         tables=(Table(name="item", rows=40),),
         workload=Workload(steps=6),
         publisher=PublisherConfig(every_steps=1, queue_steps_max=1),
-        faults=(StoreSlow(rank=1, delay_ms=400), StoreError(rank=1, status=403)),
+        faults=(StoreSlow(rank=1, delay_ms=1000), StoreError(rank=1, status=403)),
         deadlines=Deadlines(run_s=6.0, grace_s=5.0),
     ),
     apply=apply,

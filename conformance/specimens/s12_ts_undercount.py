@@ -37,8 +37,9 @@ SPECIMEN = Specimen(
         seed=12,
         tables=tuple(Table(name=f"t{n}", rows=12) for n in range(6)),
         workload=Workload(steps=6),
-        publisher=PublisherConfig(every_steps=1, batch_size=64),
-        faults=(ClockJump(rank=1, step=2, seconds=-600.0),),
+        publisher=PublisherConfig(every_steps=1, batch_size=64, queue_steps_max=1),
+        # With room for one delta, that of step 2 has its ts before the clock jumps.
+        faults=(ClockJump(rank=1, step=4, seconds=-600.0),),
     ),
     apply=apply,
 )

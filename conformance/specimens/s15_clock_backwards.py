@@ -35,8 +35,9 @@ SPECIMEN = Specimen(
         seed=15,
         tables=(Table(name="item", rows=40),),
         workload=Workload(steps=9),
-        publisher=PublisherConfig(every_steps=3),
-        faults=(ClockJump(rank=1, step=5, seconds=-600.0),),
+        publisher=PublisherConfig(every_steps=2, queue_steps_max=1),
+        # With room for one delta, that of step 2 has its ts before the clock jumps.
+        faults=(ClockJump(rank=1, step=6, seconds=-600.0),),
     ),
     apply=apply,
 )
