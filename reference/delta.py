@@ -36,6 +36,7 @@ SCHEMAS: dict[EmbeddingType, pa.Schema] = {
 TRAILER_BYTES = 4  # of an int8 row: scale and offset, fp16 little-endian each
 KEY_RESERVED = -1  # the store's own sentinel; every other int64 is a legal key
 CHUNK_ROWS = 64_000
+BLOCK_ROWS = 4096  # quantised at a time: they stay in the cache
 
 
 class DeltaError(ValueError):
@@ -127,8 +128,8 @@ def quantise(rows: Rows) -> Bytes:
     quantised = np.empty((len(rows), dim + TRAILER_BYTES), np.uint8)
     trailers = quantised[:, dim:].view("<f2")
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        for start in range(0, len(rows), CHUNK_ROWS):
-            part = slice(start, start + CHUNK_ROWS)
+        for start in range(0, len(rows), BLOCK_ROWS):
+            part = slice(start, start + BLOCK_ROWS)
             offset = rows[part].min(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
             spread = rows[part].max(axis=1, keepdims=True) - offset
             scale = (spread / np.float32(255)).astype(np.float16).astype(np.float32)

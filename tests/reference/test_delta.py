@@ -212,7 +212,7 @@ def test_int8_rows_are_those_of_fbgemm_bit_for_bit(dim: int, data: st.DataObject
 
 
 def test_int8_rows_of_several_chunks_are_quantised_each_by_its_own_numbers() -> None:
-    count = CHUNK_ROWS + 2
+    count = CHUNK_ROWS + 2  # and some blocks, of which the last is not full
     rows = np.array([0.0, 1.0], np.float32) * np.arange(1, count + 1, dtype=np.float32)[:, None]
     table = delta(range(count), rows, kind="int8")
     validate(table, {FQN: 2})
