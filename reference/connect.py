@@ -28,11 +28,9 @@ def connect(settings: Settings) -> Any:
         from alibabacloud_credentials.client import Client as CredentialClient
         from feature_store_py import FeatureStoreClient
     except ImportError as error:
-        remedy = "install it"
-        if error.name == "feature_store_py":
-            remedy = (
-                "install Alibaba's SDK or, for the fake store, call deltaproof.fakes.feature_store_py.install() first"
-            )
+        remedy = "install Alibaba's SDK or, for the fake store, call deltaproof.fakes.feature_store_py.install() first"
+        if error.name != "feature_store_py":
+            remedy = "install it"
         raise PublisherError(f"{error.name} is not installed, and is needed to reach the store: {remedy}") from error
     made = _make(CredentialClient, FeatureStoreClient, settings)
     if isinstance(made, PublisherError):  # raised from here: no secret stands in a frame or context of it

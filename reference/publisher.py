@@ -17,7 +17,7 @@ from .contract import ContractError, TableRef, embedding_names
 from .delta import DeltaError, Keys
 from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
 from .errors import PublisherError, wrapped
-from .restart import RankState, Restart, join, pack
+from .restart import TARGET, RankState, Restart, join, pack
 from .settings import Settings
 from .shards import Files, ShardWriter, State
 from .uploader import Uploader, UploadError
@@ -182,18 +182,14 @@ class Publisher:
         """
         if self._uploader is None:
             raise PublisherError(f"rank {self._rank}: a publisher has no state before start()")
-        settings = self._settings
         return RankState(
             rank=self._rank,
             world_size=self._world_size,
             step=self._step if step is None else step,
-            project=settings.project,
-            view=settings.view,
-            version=settings.version,
-            naming=settings.naming,
             watermark_ms=self._uploader.watermark_ms(),
             pending=pack(self._pending(self._uploader)),
             replicated=pack(self._dumper.replicated),
+            **{name: getattr(self._settings, name) for name in TARGET},
         ).to_dict()
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:

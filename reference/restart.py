@@ -13,6 +13,8 @@ from .delta import Keys
 from .dumper import merge_keys
 from .settings import Settings
 
+TARGET = ("project", "view", "version", "naming")  # settings that a restarted job must keep
+
 
 class RestartError(ValueError):
     """The states cannot be continued from. Usual causes: a file of one rank is missing, or is of another checkpoint."""
@@ -65,7 +67,7 @@ def join(states: Sequence[Mapping[str, Any]], settings: Settings) -> Restart:
         raise RestartError(f"a state was not made by a publisher of this version: {error}") from None
     if not ranks:
         raise RestartError("no states; pass those of all ranks, or call start_over() when there is no checkpoint")
-    for name in ("world_size", "step", "project", "view", "version", "naming"):
+    for name in ("world_size", "step", *TARGET):
         values = sorted({getattr(rank, name) for rank in ranks})
         if len(values) > 1:
             raise RestartError(f"the states are of different checkpoints: {name} is {values}; pass those of one")

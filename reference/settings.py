@@ -18,6 +18,7 @@ from .contract import EmbeddingType, Naming
 COUNTS = ("every_steps", "batch_size", "max_workers", "queue_steps_max", "queue_bytes_max", "retry_attempts_max")
 DURATIONS = ("every_minutes", "flush_timeout_s", "close_timeout_s", "progress_s")
 DURATION_MIN, FINITE_MAX = 1e-9, sys.float_info.max
+MOST = {"shard_count": 20, "replication_count": 3}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,18 +90,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"setting {name} holds a login: give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID etc.")
         if (self.every_steps is None) == (self.every_minutes is None):
             raise ValueError("set exactly one of every_steps and every_minutes")
-        ranges = dict.fromkeys(COUNTS, (1, FINITE_MAX)) | dict.fromkeys(DURATIONS, (DURATION_MIN, FINITE_MAX))
-        ranges |= {"retry_delay_ms_min": (0, FINITE_MAX), "retry_delay_ms_max": (self.retry_delay_ms_min, FINITE_MAX)}
-        ranges |= {
-            "settle_s": (0, FINITE_MAX),
-            "ttl_s": (1, FINITE_MAX),
-            "shard_count": (1, 20),
-            "replication_count": (1, 3),
-        }
-        for name, (least, most) in ranges.items():
-            number = getattr(self, name)
-            if number is not None and not least <= number <= most:
-                known = f"{least} to {most}" if most < FINITE_MAX else f"{least} or more, but no infinity"
+        least = dict.fromkeys((*COUNTS, *MOST, "ttl_s"), 1) | dict.fromkeys(DURATIONS, DURATION_MIN)
+        least |= {"settle_s": 0, "retry_delay_ms_min": 0, "retry_delay_ms_max": self.retry_delay_ms_min}
+        for name, low in least.items():
+            number, high = getattr(self, name), MOST.get(name, FINITE_MAX)
+            if number is not None and not low <= number <= high:
+                known = f"{low} to {high}" if name in MOST else f"{low} or more, but no infinity"
                 raise ValueError(f"setting {name} is {number}, expected {known}")
 
 
