@@ -227,9 +227,8 @@ def test_a_torchrec_that_lacks_a_class_is_refused_with_both_versions(tmp_path: P
     (tmp_path / "torchrec").mkdir()
     (tmp_path / "torchrec" / "__init__.py").write_text("__version__ = '2.0.0'\n")
     command = [sys.executable, "-c", "import deltaproof.reference.tracker"]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=100
-    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "TrackerError: No module named 'torchrec.distributed'; the tracker knows torchrec 1.6 to 1.9" in done.stderr
     assert "this is 2.0.0" in done.stderr
