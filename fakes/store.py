@@ -72,6 +72,7 @@ _WINDOW: Final = 2**20  # elements that are indexed one by one at a time
 _HALF: Final = np.uint64(32)
 _NEVER: Final = np.iinfo(np.int64).min  # a ts below any
 NAME_LENGTH_MAX: Final = 256
+SHOWN_CHARS_MAX: Final = 80  # of a value that an error quotes
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _ARROW_TYPES: Final[dict[str, pa.DataType]] = {"float32": pa.float32(), "uint8": pa.uint8()}
 _WRITE_SCHEMAS: Final = {
@@ -81,11 +82,19 @@ _WRITE_SCHEMAS: Final = {
 _READ_SCHEMAS: Final = {name: schema.append(pa.field("ts", pa.int64())) for name, schema in _WRITE_SCHEMAS.items()}
 
 
+def shown(value: object) -> str:
+    """A value as an error names it: its beginning, and its type where that says more."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or somebody's own __repr__
+        return f"a {type(value).__name__}"
+    return text[:SHOWN_CHARS_MAX]
+
+
 def check_name(what: str, name: object) -> str:
     """Return ``name`` if it is a plain identifier (letters, digits, ``_ . -``), else raise InvalidParameter."""
     if not isinstance(name, str) or len(name) > NAME_LENGTH_MAX or not _NAME.fullmatch(name):
-        shown = repr(name)[:80]
-        raise InvalidParameter(f"{what} {shown}: want 1 to {NAME_LENGTH_MAX} letters, digits, '_', '.' or '-'")
+        raise InvalidParameter(f"{what} {shown(name)}: want 1 to {NAME_LENGTH_MAX} letters, digits, '_', '.' or '-'")
     return name
 
 
@@ -135,15 +144,15 @@ class ViewSpec(msgspec.Struct, frozen=True):
             check_name("field", field)
         if len({self.pk, self.sk, self.value}) != 3:
             raise InvalidParameter(f"view {self.name}: pk, sk and value need three different field names")
-        if self.value_type not in _ARROW_TYPES:
-            raise InvalidParameter(f"view {self.name}: value type {self.value_type!r}, want float32 or uint8")
+        if self.value_type not in tuple(_ARROW_TYPES):  # which asks for no hash
+            raise InvalidParameter(f"view {self.name}: value type {shown(self.value_type)}, want float32 or uint8")
         for what, number, low, high in (
             ("ttl_s", self.ttl_s, 0, 2**40),
             ("shard_count", self.shard_count, 1, 20),
             ("replication_count", self.replication_count, 1, 3),
         ):
             if type(number) is not int or not low <= number <= high:
-                raise InvalidParameter(f"view {self.name}: {what} {number!r}, want {low} to {high}")
+                raise InvalidParameter(f"view {self.name}: {what} {shown(number)}, want {low} to {high}")
 
 
 def other_type(spec: ViewSpec) -> ViewSpec:
@@ -936,7 +945,7 @@ class Store:
     def _check_write(self, target: _View, batch: pa.RecordBatch | pa.Table, version: str, ts: int) -> _Batch:
         check_version(version)
         if type(ts) is not int or not 0 < ts < 2**63:
-            raise InvalidTimestamp(f"ts {ts!r}: want a positive int64 number of milliseconds")
+            raise InvalidTimestamp(f"ts {shown(ts)}: want a positive int64 number of milliseconds")
         checked = check_batch(target.spec, batch)
         tables = target.versions.get(version, {})
         for pk, rows, dim in checked.groups:
