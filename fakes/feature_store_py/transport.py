@@ -400,7 +400,7 @@ class StoreTransport:
 
     def lookup(self, view: ViewSpec, version: str, request: pa.RecordBatch) -> pa.Table:
         def effect(_: Strike, store: Store) -> pa.Table:
-            return windows.lookup(store, view, version, request["pk"], request["sk"])
+            return store.lookup(view.project, view.name, version, request["pk"], request["sk"])
 
         return self._call("lookup_arrow", "lookup", effect, view)
 
