@@ -3,11 +3,11 @@
     python ci/mutants.py [--jobs N] [--out FOLDER] [--limit-s SECONDS] [--files delta.py …]
 
 cosmic-ray makes the mutants, a seeded sample of them is run: each in a copy of the tree of its own, first against the
-tests of its file, then, while these stay green, against the rest of tests/reference. Tests of whole process groups
-(marked xdist_group) are left out, but for the tracker, which has hardly any others. Results are kept as they come, so
-that a run that was stopped goes on where it was; killed mutants of an unchanged file are not run again, survivors are
-when a test has changed. The interpreter must have what the tests need, and what cosmic-ray's operators do (cosmic-ray,
-parso, stevedore, attrs).
+tests of its file, then, while these stay green, against the rest of tests/reference, as far as it imports the file.
+Tests of whole process groups (marked xdist_group) are left out, but for the tracker, which has hardly any others.
+Results are kept as they come, so that a run that was stopped goes on where it was; killed mutants of an unchanged file
+are not run again, survivors are when a test has changed. The interpreter must have what the tests need, and what
+cosmic-ray's operators do (cosmic-ray, parso, stevedore, attrs).
 
 Exit codes: 0 enough killed, 1 too few, 2 cannot run, 3 time over before every mutant was run (run it again).
 """
@@ -181,6 +181,7 @@ class Runner:
         self.base = work / "base" / "deltaproof"
         self.red: set[str] = set()  # tests that fail without any mutant, and so prove nothing
         self.seconds: dict[str, float] = {}  # test file -> what it takes without a mutant
+        self.reached: dict[str, set[str]] = {}
         self.empty: set[str] = set()  # test files of which nothing runs here
         self._running: set[int] = set()
         self._lock = threading.Lock()
@@ -242,6 +243,7 @@ class Runner:
         chosen = [] if test in SLOW else ["-m", QUICK]
         code, output = self.pytest(self.base, [f"{TESTS}/{test}", *chosen, "-o", f"cache_dir={cache}"], 300)
         self.seconds[test] = time.monotonic() - began
+        self.reached[test] = reached(test)
         failed = cache / "v" / "cache" / "lastfailed"
         red = set(json.loads(failed.read_text())) if failed.exists() else set()
         self.red |= red
@@ -260,7 +262,8 @@ class Runner:
         own = own_tests(name)
         yield [test for test in usable if test in own], ([] if name in IN_PROCESSES else ["-m", QUICK])
         if not self.own_only:
-            yield [test for test in usable if test not in own and test not in SLOW], ["-m", QUICK]
+            rest = [test for test in usable if test not in own and test not in SLOW]
+            yield [test for test in rest if name in self.reached[test]], ["-m", QUICK]
 
     def judge(self, mutant: Mutant, code: str) -> dict[str, Any]:
         """Run one mutant in a copy of the tree of its own; return what became of it."""
@@ -294,6 +297,29 @@ class Runner:
 def own_tests(name: str) -> set[str]:
     """Return the names of the test files that are a reference file's own."""
     return {path.name for path in (ROOT / TESTS).glob(f"test_{name}*.py")} | set(ALSO.get(name, ()))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the files of reference/ (and other names) that a file imports anywhere, without their suffix."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("deltaproof.reference.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = f".{node.module or ''}" if node.level else (node.module or "")
+            name = module.removeprefix("deltaproof.reference").removeprefix(".")
+            yield from [name] if name else [alias.name for alias in node.names]
+
+
+def reached(test: str) -> set[str]:
+    """Return the files of reference/ that a test file can run in its own process: what it imports, and so on."""
+    names = {path.stem for path in (ROOT / "reference").glob("*.py")}
+    found: set[str] = set()
+    ahead = [ROOT / TESTS / test, ROOT / TESTS / "conftest.py"]
+    while ahead:
+        new = (set(imports(ahead.pop())) & names) - found
+        found |= new
+        ahead += [ROOT / f"reference/{name}.py" for name in new]
+    return found
 
 
 def digest(paths: Iterable[Path]) -> str:
