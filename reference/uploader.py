@@ -163,8 +163,7 @@ class Uploader:
 
     def pending_steps(self) -> tuple[int, ...]:
         """Steps submitted and not acknowledged, in order; one entry per submission."""
-        with self._changed:
-            return tuple(job.step for job in list(self._jobs))
+        return tuple(step for step, _ in self.pending())
 
     def pending(self) -> list[tuple[int, pa.Table]]:
         """Step and delta of every submission that is not acknowledged, in order. What is in flight is among them."""
@@ -332,8 +331,7 @@ class Uploader:
 
     def _next_job(self) -> _Job | None:
         with self._changed:
-            while not self._jobs and not self._abandoned:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._jobs or self._abandoned)
             return None if self._abandoned or self._failure else self._jobs[0]
 
     def _acknowledge(self, job: _Job) -> None:
@@ -549,7 +547,5 @@ class Uploader:
         return max(delay_ms / 1000, min(retry_after_s or 0.0, self._settings.flush_timeout_s))
 
     def _pause(self, delay_s: float) -> None:
-        deadline_s = time.monotonic() + delay_s
         with self._changed:
-            while not self._abandoned and (left_s := deadline_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: self._abandoned, delay_s)

@@ -211,6 +211,11 @@ class Condition:
         else:
             self.process.wait(timeout_s)
 
+    def wait_for(self, predicate: Any, timeout: float | None = None) -> None:
+        until_s = self.process.simulation.now_s + (math.inf if timeout is None else timeout)
+        while not predicate() and self.process.simulation.now_s < until_s:
+            self.wait(until_s - self.process.simulation.now_s)
+
     def notify_all(self) -> None:
         for worker in self.process.workers:
             worker.wake_s = 0.0
