@@ -52,6 +52,10 @@ _monotonic = time.monotonic
 SECRET_VARIABLES = ("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN", PASSWORD)
 
 
+#: Faults that strike in files.
+DISK_FAULTS = {"disk-error", "disk-crash", "shard-corrupted"}
+
+
 class VirtualEngine:
     """Runs scenarios in this thread, in virtual time. Same scenario, same target, same history.
 
@@ -85,6 +89,8 @@ class VirtualEngine:
             ScenarioError: bad input. ScheduleDiverged: the schedule does not fit. KitError: the harness itself failed.
         """
         scenario.checked()
+        if (missing := lacks(scenario)) is not None:
+            raise ScenarioError(f"{scenario.name}: the virtual engine has {missing}; use the process engine")
         seed = f"{scenario.seed}/{variant}" if variant else scenario.seed
         policy = self._policy(seed) if schedule is None else ReplayPolicy(schedule)
         began_s = _monotonic()
@@ -100,6 +106,17 @@ class VirtualEngine:
         history.target = target
         history.wall_s = _monotonic() - began_s
         return history
+
+
+def lacks(scenario: Scenario) -> str | None:
+    """What this engine lacks to run a scenario, in words; None when it can."""
+    disk = sorted({fault.kind for fault in scenario.faults} & DISK_FAULTS)
+    if disk:
+        return f"no disk yet, on which {disk[0]} could strike"
+    if scenario.publisher.retain or scenario.publisher.spill:
+        return "no disk yet, to retain or spill to"
+    dynamic = [table.fqn for table in scenario.tables if table.sharding == "dynamic"]
+    return f"no dynamic tables yet, such as {dynamic[0]}" if dynamic else None
 
 
 def _own_package(target: str) -> list[str]:
