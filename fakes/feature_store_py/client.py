@@ -10,9 +10,9 @@ from typing import Any, Final, SupportsIndex
 
 import pyarrow as pa
 
-from ..errors import Applied, EntityNotFound, FakeError, shown
+from ..errors import Applied, EntityNotFound, FakeError
 from ..server.faults import FaultPlan
-from ..store import EntitySpec, Store, ViewSpec
+from ..store import EntitySpec, Store, ViewSpec, shown
 from . import inputs
 from .transport import (
     READ_TIMEOUT_S,

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ..errors import FakeError, InvalidParameter, InvalidTimestamp, InvalidVersion, MalformedBody, SchemaMismatch, shown
-from ..store import as_array, check_name, check_version
+from ..errors import FakeError, InvalidParameter, InvalidTimestamp, InvalidVersion, MalformedBody, SchemaMismatch
+from ..store import as_array, check_name, check_version, shown
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
