@@ -1,7 +1,7 @@
 """Replies within bounds: how much a lookup may amount to, and how much of a long reply exists at a time.
 
-The store bounds what it finds at once (``store.REPLY_BYTES_MAX``); what is sent is bounded here, closer, for both ways
-to reach a store. Scans and changes may be of any length: they are read and sent ``WINDOW_BYTES`` at a time.
+The store bounds what a lookup finds (``store.REPLY_BYTES_MAX``). Scans and changes may be of any length: they are read
+and sent ``WINDOW_BYTES`` at a time.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from ..errors import BodyTooLarge
-from ..store import SCAN_ROWS_MAX, Snapshot, Store, ViewSpec
+from ..store import SCAN_ROWS_MAX, Snapshot
 
-REPLY_BYTES_MAX: Final = 64 * 2**20  # of a lookup, as Arrow columns
 WINDOW_BYTES: Final = 4 * 2**20
 
 
@@ -36,16 +34,6 @@ def _batches(snapshot: Snapshot) -> Iterator[pa.RecordBatch]:
     for part in snapshot.parts:
         one = snapshot._replace(parts=(part,))
         yield from one.batches(rows_within(one.nbytes // len(part[1].order)))
-
-
-def lookup(store: Store, spec: ViewSpec, version: str, pk: pa.StringArray, sk: pa.Int64Array) -> pa.Table:
-    """``Store.lookup``. Raises BodyTooLarge when the rows found amount to more than ``REPLY_BYTES_MAX``."""
-    table = store.lookup(spec.project, spec.name, version, pk, sk)
-    if table.nbytes > REPLY_BYTES_MAX:
-        raise BodyTooLarge(
-            f"the reply would take {table.nbytes} bytes, over {REPLY_BYTES_MAX}: ask for fewer rows at a time"
-        )
-    return table
 
 
 def table_batches(table: pa.Table) -> list[pa.RecordBatch]:

@@ -21,6 +21,7 @@ from ..errors import FakeError, InvalidParameter, MalformedBody, SchemaMismatch
 from ..store import ViewSpec, write_schema
 
 ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
+_END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
 _RECORD_BATCH: Final = 3  # MessageHeader union (Arrow format, Message.fbs)
 SCHEMA_BYTES_MAX: Final = 2**16  # three columns take some hundred bytes
 BATCHES_MAX: Final = 10_000  # of an Arrow stream: each costs some KiB, whatever it holds
@@ -141,10 +142,9 @@ class _Sink:
 
 def arrow_bytes(table: pa.Table) -> memoryview:
     """A table as one Arrow IPC stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return memoryview(sink.getvalue())
+    # Message by message: a stream writer costs as much again as what it writes here.
+    messages = (part.serialize() for part in (table.schema, *table.to_batches()))
+    return memoryview(b"".join((*messages, _END_OF_STREAM)))
 
 
 def arrow_chunks(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:

@@ -17,7 +17,6 @@ import pytest
 
 from deltaproof.fakes.durable import DurableStore
 from deltaproof.fakes.feature_store_py import FeatureStoreClient, TransportError, in_process_client
-from deltaproof.fakes.server import windows
 from deltaproof.fakes.store import Store
 
 from .kit import PROJECT, VERSION, VIEW, Backend, make_view, sdk_rows
@@ -241,11 +240,11 @@ def test_a_password_that_a_login_cannot_carry_is_refused_and_not_quoted() -> Non
     assert caught.value.__suppress_context__
 
 
-def test_a_lookup_beyond_the_bound_of_replies_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_beyond_the_bound_of_replies_is_refused(backend: Backend) -> None:
     view = backend.view()
     view.write_features([{**ROW, "key_id": key} for key in range(100)], VERSION, ts=5)
     assert view.write_flush()["errors"] == []
-    monkeypatch.setattr(windows, "REPLY_BYTES_MAX", 1000)
+    backend.store.reply_bytes_max = 1000
     refused("BodyTooLarge", lambda: view.get_online_features("t", range(100), VERSION))
     assert len(view.get_online_features("t", range(10), VERSION)) == 10
 
