@@ -389,7 +389,8 @@ class Publisher:
         kind = getattr(view, "embedding_field_type", None)  # SDKs before 2.2.8 do not say
         wanted = self._settings.embedding_type
         if kind is not None and str(getattr(kind, "value", kind)) != VALUE_TYPES[wanted]:
-            raise PublisherError(f"view {name!r} holds {kind}, these rows are {wanted}; publish to another view")
+            what = f"view {name!r} holds {kind}, these rows are {wanted}; publish to another view"
+            raise PublisherError(f"rank {self._rank}: {what}")
         return view
 
     def _use_view(self) -> None:
