@@ -22,6 +22,8 @@ def no_lost_rows(history: History) -> Finding:
     finding = Finding("no-lost-rows", unit="rows")
     if history.restarted:
         finding.reason = "the job was restarted: see restart-converges"
+    elif not evidence.log_is_whole(history):
+        finding.reason = "the view was deleted, and with it what it held"
     elif not history.succeeded:
         finding.reason = "the job did not succeed, so its launcher knows that rows may be missing"
     else:

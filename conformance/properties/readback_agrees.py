@@ -67,6 +67,7 @@ def readback_agrees(history: History) -> Finding:
             wrong.append(f"the readback says that store and shards {'agree' if report['agrees'] else 'do not agree'}")
         planned = zip(history.scenario.faults, history.fired, strict=False)
         harmed = any(isinstance(fault, ShardCorrupted) and n for fault, n in planned)
+        harmed |= not evidence.log_is_whole(history)
         if history.succeeded and finding.checked and not harmed and not report["agrees"]:
             wrong.append("the job succeeded and nobody damaged a shard, yet store and shards do not agree")
     finding.report(wrong, violation)

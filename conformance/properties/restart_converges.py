@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...simulator.history import History
+from .. import evidence
 from ..verdict import Finding
 from .no_lost_rows import compare_rows
 
@@ -21,6 +22,8 @@ def restart_converges(history: History) -> Finding:
     finding = Finding("restart-converges", unit="rows")
     if not history.restarted:
         finding.reason = "the job was not restarted"
+    elif not evidence.log_is_whole(history):
+        finding.reason = "the view was deleted, and with it what it held"
     elif not history.succeeded:
         finding.reason = "the last attempt did not succeed, so its launcher knows that rows may be missing"
     else:
