@@ -111,9 +111,9 @@ def reset_when_closed(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def break_off(transport: asyncio.BaseTransport | None) -> None:
-    """Reset a connection, whatever waits to be sent over it."""
-    if isinstance(transport, asyncio.WriteTransport):
+def break_off(transport: asyncio.WriteTransport | None) -> None:
+    """Reset a connection, whatever waits to be sent over it; None: it is gone already."""
+    if transport is not None:
         sock = transport.get_extra_info("socket")
         if sock is not None:
             reset_when_closed(sock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -46,8 +46,7 @@ class HttpConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        self._line = transport
+        self._line = cast(asyncio.Transport, transport)
         self._watch(in_head=True)
 
     def connection_lost(self, error: BaseException | None) -> None:

@@ -185,27 +185,26 @@ def narrow(server: FeatureStoreServer) -> socket.socket:
     return sock
 
 
-def requests_of_much(raw: Raw) -> dict[str, bytes]:
-    head = (
-        f" HTTP/1.1\r\nHost: x\r\n{''.join(f'{name}: {value}{chr(13)}{chr(10)}' for name, value in raw.login.items())}"
-    )
-    keys = pa.RecordBatch.from_arrays([pa.array(["t"] * 640), pa.array(np.arange(640))], ["pk", "sk"])
-    few = ipc(keys.slice(0, 60))
-    many = ipc(keys)
-    lookup = f"POST {raw.table}/lookup_arrow?version={VERSION}{head}Content-Length: "
-    return {
-        "a stream": f"GET {raw.table}/iterate_get_kv?version={VERSION}{head}\r\n".encode(),
-        "one body": f"{lookup}{len(few)}\r\n\r\n".encode() + few,
-        "a long lookup": f"{lookup}{len(many)}\r\n\r\n".encode() + many,
-        "many small ones": f"GET /nowhere HTTP/1.1\r\nHost: x\r\nX: {'y' * 4000}\r\n\r\n".encode() * 30_000,
-    }
+def request_of_much(raw: Raw, what: str) -> bytes:
+    """A request whose reply is tens of MiB. Made before the connection: it takes its time."""
+    login = "".join(f"{name}: {value}\r\n" for name, value in raw.login.items())
+    head = f" HTTP/1.1\r\nHost: x\r\n{login}"
+    if what == "a stream":
+        return f"GET {raw.table}/iterate_get_kv?version={VERSION}{head}\r\n".encode()
+    if what == "many small ones":
+        return f"GET /nowhere HTTP/1.1\r\nHost: x\r\nX: {'y' * 4000}\r\n\r\n".encode() * 30_000
+    count = 60 if what == "one body" else 640
+    keys = ipc(pa.RecordBatch.from_arrays([pa.array(["t"] * count), pa.array(np.arange(count))], ["pk", "sk"]))
+    lookup = f"POST {raw.table}/lookup_arrow?version={VERSION}{head}Content-Length: {len(keys)}\r\n\r\n"
+    return lookup.encode() + keys
 
 
 @pytest.mark.parametrize("what", ["a stream", "one body", "a long lookup", "many small ones"])
 def test_a_client_that_never_reads_its_reply_is_cut_off(server: FeatureStoreServer, raw: Raw, what: str) -> None:
     fill(server, 40)
+    request = request_of_much(raw, what)
     with narrow(server) as sock:
-        sender = threading.Thread(target=_send_all, args=(sock, requests_of_much(raw)[what]), daemon=True)
+        sender = threading.Thread(target=_send_all, args=(sock, request), daemon=True)
         sender.start()
         deadline = time.monotonic() + WAIT_S
         while not _is_reset(sock):
@@ -235,23 +234,26 @@ def test_a_client_that_reads_slowly_gets_it_all(
     """Slower than the reply's timeout in all, but never less than the minimum within it."""
     monkeypatch.setattr(connection, "REPLY_BYTES_MIN", REPLY_BYTES_MIN // 4)
     fill(server, 40)
+    request = request_of_much(raw, "a stream")
     begun = time.monotonic()
     received = 0
     with narrow(server) as sock:
-        sock.sendall(requests_of_much(raw)["a stream"])
+        sock.sendall(request)
         while received < 40 * 2**20:
             chunk = sock.recv(2**20)
             assert chunk, f"cut off after {received} bytes, {time.monotonic() - begun:.1f} s"
             received += len(chunk)
-            if received < 16 * 2**20:
-                select.select([], [], [], len(chunk) / (8 * 2**20))  # 8 MiB/s: four times the minimum and more
+            ahead_s = begun + received / (8 * 2**20) - time.monotonic()  # of 8 MiB/s, many times the minimum
+            if received < 16 * 2**20 and ahead_s > 0.02:
+                select.select([], [], [], ahead_s)
     assert time.monotonic() - begun > 2 * TIMEOUT_S
 
 
 def test_a_client_that_reads_drop_by_drop_is_cut_off(server: FeatureStoreServer, raw: Raw) -> None:
     fill(server, 40)
+    request = request_of_much(raw, "a long lookup")
     with narrow(server) as sock:
-        sock.sendall(requests_of_much(raw)["a long lookup"])
+        sock.sendall(request)
         begun = time.monotonic()
         try:
             while sock.recv(1000):
@@ -264,8 +266,8 @@ def test_a_client_that_reads_drop_by_drop_is_cut_off(server: FeatureStoreServer,
 
 def test_a_closing_connection_does_not_wait_for_a_reader(server: FeatureStoreServer, raw: Raw) -> None:
     fill(server, 40)
+    request = request_of_much(raw, "one body").replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
     with narrow(server) as sock:
-        request = requests_of_much(raw)["one body"].replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
         sock.sendall(request)
         deadline = time.monotonic() + WAIT_S
         while not _is_reset(sock):
@@ -278,8 +280,9 @@ def test_a_stopped_server_has_closed_what_nobody_read(what: str) -> None:
         make_view(patient.store)
         fill(patient, 40)
         raw = Raw(patient)
+        request = request_of_much(raw, what)
         with narrow(patient) as sock:
-            sock.sendall(requests_of_much(raw)[what])
+            sock.sendall(request)
             assert sock.recv(1)
             patient.stop()
             assert _is_reset(sock)
