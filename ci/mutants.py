@@ -93,7 +93,10 @@ class Mutant:
 
     def code(self, source: str) -> str | None:
         """Return the changed source; None when it is no other program, or none at all."""
-        code: str | None = mutate_code(source, OPERATORS[self.operator], self.occurrence)
+        try:
+            code: str | None = mutate_code(source, OPERATORS[self.operator], self.occurrence)
+        except AttributeError:  # of cosmic-ray's exception replacer, where an `except` clause names a dotted class
+            return None
         try:
             return None if code is None or meaning(code) == meaning(source) else code
         except SyntaxError:
