@@ -202,20 +202,19 @@ class TorchRecSource:
     def _listen(self, owner: str, module: Any, layouts: list[list[tuple[str, str]]]) -> None:
         """Register with TorchRec. A module calls back once per lookup, in the order of its lookups."""
         _expect(module, "register_post_lookup_tracker_fn", "post_lookup_tracker_fn")
-        turn, calls = 0, 0
+        turns, calls = threading.local(), 0  # an evaluation in another thread has turns of its own
         earlier = module.post_lookup_tracker_fn  # TorchRec keeps one tracker per module: pass lookups on
 
         def begin(*_: Any) -> None:
-            nonlocal turn
-            turn = 0  # a forward that raised half-way must not shift the next one
+            turns.done = 0  # a forward that raised half-way must not shift the next one
 
         def looked_up(features: Any, *more: Any) -> None:
-            nonlocal turn, calls
+            nonlocal calls
             if earlier is not None:
                 earlier(features, *more)
-            layout = layouts[turn % len(layouts)]
-            turn, calls = turn + 1, calls + 1
-            self._record(owner, layout, features)
+            done = getattr(turns, "done", 0)
+            turns.done, calls = done + 1, calls + 1
+            self._record(owner, layouts[done % len(layouts)], features)
 
         def check() -> None:
             if module.post_lookup_tracker_fn is not looked_up:
@@ -321,7 +320,7 @@ class TorchRecSource:
         size = -(-module.input_size() // module.buckets())
         counts, _, _, _, places = torch.ops.fbgemm.block_bucketize_sparse_features(
             torch.tensor([len(raw_ids)]),
-            torch.from_numpy(raw_ids),
+            torch.tensor(raw_ids),
             bucketize_pos=False,
             sequence=True,
             block_sizes=torch.tensor([size]),

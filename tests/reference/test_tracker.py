@@ -215,7 +215,8 @@ def test_torchrecs_own_tracker_and_this_one_see_the_same_lookups(ranks: Any, dra
 
 
 def test_lookups_are_noted_however_a_release_calls_back_and_a_strange_interface_is_refused(ranks: Any) -> None:
-    ((seen, names, refused, version),) = ranks("signatures", world_size=1)
+    ((seen, names, refused, version, tracked),) = ranks("signatures", world_size=1)
+    assert tracked == [EBC + "a", EBC + "b"], "a lookup of another thread took a turn of this one's forward"
     assert list(seen.values()) == [[3, 7]] * 3
     assert set(refused) == {name for absent in names.values() for name in absent}
     for name, message in refused.items():

@@ -12,6 +12,7 @@ import os
 import pickle
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.settings import Settings
 from deltaproof.reference.tracker import TorchRecSource, TrackerError
 
+RANK_DEADLINE_S = 60
 ROWS, FEATURES = 51, ("fa", "fb", "fc")
 CPU = torch.device("cpu")
 EXTREMES = (-(2**63), -(2**63) + 1, 2**63 - 1)  # taking a first row from the least int64 wraps round
@@ -570,7 +572,29 @@ def signatures(rank: int, world_size: int, folder: Path) -> Any:
                 TorchRecSource(without(name, part))
             except TrackerError as error:
                 refused[name] = str(error)
-    return seen, names, refused, torchrec.__version__
+    return seen, names, refused, torchrec.__version__, threads()
+
+
+def threads() -> list[str]:
+    """An evaluation in another thread between the two lookups of one forward: what is tracked then."""
+    model = shard({"ebc": {"a": (8, ["fa"], RW), "b": (4, ["fb"], TW(0))}}, 1)
+    source = TorchRecSource(model)
+    ebc: Any = model.get_submodule("_dmp_wrapped_module.ebc")
+    lookups = [
+        torchrec.KeyedJaggedTensor(keys=[key], lengths=torch.ones(1, dtype=torch.int32), values=torch.tensor([7]))
+        for key in [lookup.grouped_configs[0].embedding_tables[0].feature_names[0] for lookup in ebc._lookups]
+    ]
+
+    def evaluate() -> None:
+        with source.paused():
+            ebc.post_lookup_tracker_fn(lookups[0])
+
+    ebc.post_lookup_tracker_fn(lookups[0])
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    thread.join(RANK_DEADLINE_S)
+    ebc.post_lookup_tracker_fn(lookups[1])
+    return sorted(source.drain())
 
 
 def example(rank: int, world_size: int, folder: Path) -> Any:
