@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from .connect import connect
-from .contract import ContractError, TableRef, embedding_names
+from .contract import ContractError, Manifest, TableRef, embedding_names
 from .delta import DeltaError, Keys
 from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
 from .errors import PublisherError, wrapped
@@ -213,6 +213,11 @@ class Publisher:
     def manifest(self) -> dict[str, str]:
         """Published name per table FQN, as an exporter of this model derives it."""
         return dict(self._names)
+
+    def write_manifest(self, path: str) -> None:
+        """Write names, dimensions and type of all tables as JSON: the bytes that an exporter of this model writes."""
+        dims = {TableRef(info.owner, info.collection, info.table): info.dim for info in self._tables.values()}
+        Manifest.of(dims, self._settings.naming, self._settings.embedding_type).write(path)
 
     @property
     def acknowledged(self) -> int | None:

@@ -1,12 +1,13 @@
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 from alibabacloud_credentials.utils import auth_util
 
-from deltaproof.reference.contract import ContractError, TableRef, embedding_names
+from deltaproof.reference.contract import ContractError, Manifest, TableRef, embedding_names
 from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.publisher import Publisher, PublisherError, connect
 from deltaproof.reference.uploader import UploadError
@@ -319,3 +320,17 @@ def test_connect_names_the_package_that_is_missing(kit: Any, monkeypatch: Any) -
     monkeypatch.setitem(sys.modules, "feature_store_py", None)
     with pytest.raises(PublisherError, match="feature_store_py"):
         connect(kit.settings())
+
+
+def test_the_publisher_writes_the_manifest_that_an_exporter_writes(kit: Any, tmp_path: Path) -> None:
+    tables: dict[Any, Any] = {("m.ebc_user", "ebc", "t"): (9, 2, "row_wise"), ("m.ec", "ec", "t"): (9, 4, "row_wise")}
+    settings = kit.settings(naming="role", embedding_type="int8")
+    publisher = Publisher(
+        kit.source(tables), kit.client(kit.view()), settings, rank=0, world_size=1, barrier=lambda: None
+    )
+    publisher.write_manifest(str(tmp_path / "published.json"))
+    exported = {TableRef(*ref): dim for ref, (_, dim, _) in reversed(tables.items())}
+    Manifest.of(exported, "role", "int8").write(tmp_path / "exported.json")
+    assert (tmp_path / "published.json").read_bytes() == (tmp_path / "exported.json").read_bytes()
+    names = {table.table_fqn: table.embedding_name for table in Manifest.read(tmp_path / "published.json").tables}
+    assert names == publisher.manifest() == {"m.ebc_user.embedding_bags.t": "t__ebc", "m.ec.embeddings.t": "t__ec"}
