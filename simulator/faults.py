@@ -284,6 +284,27 @@ class BadRow(_AtStep, frozen=True, kw_only=True, tag="bad-row"):
         return found
 
 
+class ReservedKey(_AtStep, frozen=True, kw_only=True, tag="reserved-key"):
+    """In lockstep step ``step`` this rank's dynamic ``table`` (bare name) is asked for key -1 as well, a padding id that
+    nobody masked. The store reserves it; no row of it may be sent."""
+
+    family: ClassVar[str] = "data"
+    table: str
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    @property
+    def must_fail(self) -> bool:
+        return True
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if self.table not in {t.name for t in scenario.tables if t.sharding == "dynamic"}:
+            found.append(f"no dynamic table of the scenario is called {self.table!r}")
+        return found
+
+
 class EvaluationRaises(_AtStep, frozen=True, kw_only=True, tag="evaluation-raises"):
     """The evaluation after lockstep step ``step`` raises on this rank, inside ``paused()`` and after its forward; the
     training loop goes on, as it does when a metric fails."""
@@ -663,6 +684,7 @@ AnyFault = (
     | DuplicateTable
     | QuietTable
     | BadRow
+    | ReservedKey
     | EvaluationRaises
     | RefusedVersion
     | StorageReplaced

@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from .disk import corrupt
 from .errors import KitError, ScenarioError
 from .faults import (
@@ -32,6 +34,7 @@ from .faults import (
     InjectedFault,
     QuietTable,
     RefusedVersion,
+    ReservedKey,
     ShardCorrupted,
     StorageReplaced,
 )
@@ -262,6 +265,8 @@ class TrainingLoop(abc.ABC):
                 key = trainer.spoil(bad.table, float(bad.value))
                 if key is not None:
                     self.points.fired(index, table=bad.table, key=key, value=bad.value)
+            for index, reserved in self._planned(ReservedKey, step):
+                self._look_up_reserved(index, reserved)
             changed = trainer.record(step)
             clock_s = time.monotonic()
             self.events.write("step", step=step, own_step=self.own_step + bool(mine), changed=changed, clock_s=clock_s)
@@ -300,6 +305,13 @@ class TrainingLoop(abc.ABC):
         if self.rank == 0:
             for index, _ in self._planned(QuietTable, step):
                 self.points.fired(index)
+
+    def _look_up_reserved(self, index: int, fault: ReservedKey) -> None:
+        for handle in self.context().dynamic:
+            if handle.spec.name == fault.table:
+                self.points.fired(index, table=handle.spec.fqn)
+                for listener in handle.listeners:
+                    listener(np.array([-1]))
 
     def _evaluate(self, publisher: Any, step: int) -> None:
         raises = next(self._planned(EvaluationRaises, step), None)

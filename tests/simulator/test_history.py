@@ -10,10 +10,14 @@ from deltaproof.simulator.history import (
     INITIAL,
     LOOKED_UP,
     EventWriter,
+    LedgerTable,
     LedgerWriter,
     build_tables,
+    continue_tables,
+    find_leaks,
     read_events,
     read_ledger,
+    values_at,
 )
 from deltaproof.simulator.scenario import Scenario, Table
 
@@ -118,3 +122,55 @@ def test_replicas_that_differ_are_an_error_of_the_kit(tmp_path) -> None:
         build_tables(
             scenario, {scenario.tables[0].fqn: "n"}, [read_ledger(tmp_path / "0"), read_ledger(tmp_path / "1")]
         )
+
+
+def test_a_leak_is_told_by_name_once_per_file_and_without_the_value(tmp_path) -> None:
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "attempt-1" / "rank0.log").write_bytes(b"calm\n\xff url?p=opensesame&t=tok3n\nopensesame again\n")
+    (tmp_path / "ledger").write_bytes(b"\0tok3n\0")
+    (tmp_path / "clean").write_text("open sesame")
+    leaks = find_leaks(tmp_path, {"PASSWORD": "opensesame", "TOKEN": "tok3n"})
+    assert [(leak.secret, leak.file) for leak in leaks] == [
+        ("PASSWORD", "attempt-1/rank0.log"),
+        ("TOKEN", "attempt-1/rank0.log"),
+        ("TOKEN", "ledger"),
+    ]
+    assert leaks[0].line == "\ufffd url?p=[PASSWORD]&t=[TOKEN]"
+    assert not any("opensesame" in leak.line or "tok3n" in leak.line for leak in leaks)
+
+
+def ledger_of(tmp_path, name: str, entries_by_step: dict) -> dict[str, LedgerTable]:
+    write_ledger(tmp_path / name, entries_by_step)
+    scenario = Scenario(world_size=1, tables=(Table(name="item", rows=8),))
+    return build_tables(scenario, scenario.manifest(), [read_ledger(tmp_path / name)])
+
+
+def test_an_attempt_goes_on_where_its_restore_left_the_ledger(tmp_path) -> None:
+    all_keys, zeros = np.arange(8), np.zeros((8, 4), np.float32)
+    restored = zeros.copy()
+    restored[KEYS] = ROWS
+    first = ledger_of(
+        tmp_path,
+        "first",
+        {
+            0: [(INITIAL, 0, all_keys, zeros)],
+            1: [(LOOKED_UP, 0, KEYS, None), (CHANGED, 0, KEYS, ROWS)],
+            2: [(LOOKED_UP, 0, KEYS, None), (CHANGED, 0, KEYS, -ROWS)],
+        },
+    )
+    second = ledger_of(
+        tmp_path,
+        "second",
+        {
+            0: [(INITIAL, 0, all_keys, restored)],
+            2: [(LOOKED_UP, 0, KEYS[:1], None), (CHANGED, 0, KEYS[:1], 3 * ROWS[:1])],
+        },
+    )
+    # The checkpoint was made after step 1, the crash came after step 2: the restore is the history's step 3.
+    table = continue_tables(first, second, shift=2, restored=1)["ebc.embedding_bags.item"]
+    assert [values_at(table, step)[3, 0] for step in range(5)] == [0, 1, -1, 1, 3]
+    assert [values_at(table, step)[5, 0] for step in range(5)] == [0, 5, -5, 5, 5]
+    assert table.final.tobytes() == values_at(table, 4).tobytes()
+    assert table.lookup_steps.tolist() == [1, 1, 2, 2, 4]
+    assert table.since == 3
+    assert table.responsible(0).tolist() == [3], "what only earlier attempts looked up is not this one's to publish"

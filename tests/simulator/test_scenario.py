@@ -117,6 +117,10 @@ BAD = {
         "cannot be quiet",
     ),
     "a bad row of no table": ({"faults": [{"fault": "bad-row", "rank": 0, "step": 1, "table": "x"}]}, "called 'x'"),
+    "a reserved key in a table of row numbers": (
+        {"faults": [{"fault": "reserved-key", "rank": 0, "step": 1, "table": "item"}]},
+        "no dynamic table of the scenario is called 'item'",
+    ),
     "a value that is not bad": (
         {"faults": [{"fault": "bad-row", "rank": 0, "step": 1, "table": "item", "value": "1"}]},
         "Invalid enum value '1'",

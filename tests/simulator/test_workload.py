@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaproof.simulator.errors import ScenarioError
+from deltaproof.simulator.faults import QuietTable
 from deltaproof.simulator.scenario import Scenario, Table, Workload
 from deltaproof.simulator.strategies import scenarios
 from deltaproof.simulator.workload import Workload as Batches
@@ -112,3 +113,29 @@ def test_negative_and_extreme_ids_fall_into_the_table(tmp_path) -> None:
     pq.write_table(pa.table({"item": pa.array([-1, -(2**63), 2**63 - 1], pa.int64())}), path)
     values = Batches(Scenario(workload=Workload(data=str(path)))).batch(0, 1)["item"].values
     assert ((values >= 0) & (values < 64)).all()
+
+
+def test_a_quiet_table_draws_nothing_for_its_steps_and_changes_no_other_batch() -> None:
+    tables = (Table(name="item", rows=50), Table(name="user", rows=50, features=("user", "owner")))
+    calm = Scenario(tables=tables, workload=Workload(batch_size=8))
+    quiet = Scenario(tables=tables, workload=calm.workload, faults=(QuietTable(table="user", step=3, steps=2),))
+    for step in range(1, 7):
+        wanted, drawn = Batches(calm).batch(1, step), Batches(quiet).batch(1, step)
+        assert drawn["item"].values.tolist() == wanted["item"].values.tolist()
+        for feature in ("user", "owner"):
+            values = [] if step in (3, 4) else wanted[feature].values.tolist()
+            assert drawn[feature].values.tolist() == values
+            assert len(drawn[feature].lengths) == 8
+    assert len(Batches(quiet).eval_batch(1, 3)["user"].values) > 0, "evaluation is no training"
+
+
+def test_each_attempt_reads_other_batches_and_a_warm_up_others_again(tmp_path) -> None:
+    pq.write_table(pa.table({"item": np.arange(1000)}), tmp_path / "clicks.parquet")
+    for data in (None, str(tmp_path / "clicks.parquet")):
+        scenario = Scenario(
+            tables=(Table(name="item", rows=1000),), workload=Workload(batch_size=16, zipf_exponent=0, data=data)
+        )
+        drawn = [flat(Batches(scenario, attempt), 0, 3) for attempt in range(3)]
+        drawn.append([b.values.tolist() for b in Batches(scenario).warmup_batch(0, 3).values()])
+        assert len({repr(batch) for batch in drawn}) == 4
+        assert flat(Batches(scenario, 1), 0, 3) == drawn[1]

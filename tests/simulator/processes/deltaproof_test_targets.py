@@ -60,6 +60,37 @@ def nothing(context) -> None:
     return None
 
 
+class Votes(Silent):
+    """Takes part in collectives of its own: in the training thread and, unasked, in another."""
+
+    def after_step(self, step: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+        thread.start()
+        thread.join()
+
+
+class PrintsItsLogin(Silent):
+    def after_step(self, step: int) -> None:
+        print("logging in with", os.environ["FEATUREDB_PASSWORD"], flush=True)
+
+
+class Restarts(Silent):
+    """Keeps a state in checkpoints, and insists on getting that of every rank back."""
+
+    def state_dict(self, step: int) -> dict:
+        return {"step": step}
+
+    def load_state_dict(self, states) -> None:
+        assert [state["step"] for state in states] == [2, 2]
+
+    def start_over(self) -> None: ...
+
+
 not_callable = 7
 
 

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
 from deltaproof.conformance.check import check
+from deltaproof.conformance.evidence import survived
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.catalogue import MIXED, demo_scenarios
 from deltaproof.simulator.errors import KitError, ScenarioError
 from deltaproof.simulator.faults import Exhaustion, Policy, RankKill, RankRaise
+from deltaproof.simulator.history import values_at
 from deltaproof.simulator.processes import engine as engine_module
-from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
+from deltaproof.simulator.scenario import Deadlines, Restart, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -121,6 +124,66 @@ def test_a_rank_without_a_single_batch(engine, policy: Policy) -> None:
     report = check(engine, scenario)
     # Stopping together before the first step leaves nothing to publish, and that is not called a success.
     assert report.verdict is (Verdict.NOT_EXERCISED if policy == "stop-together" else Verdict.HELD), report.reason
+
+
+def test_collectives_of_the_target_are_counted_by_call_site_and_those_of_the_model_are_not(engine) -> None:
+    calls = [e for e in engine.run(SHORT, targeted("Votes")).events if e.kind == "after-step"]
+    assert len(calls) == 8
+    for call in calls:
+        sites = call.data["collectives"]
+        assert {(site.split()[0], n) for site, n in sites.items()} == {("allreduce", 1), ("barrier", 1)}
+        assert all("deltaproof_test_targets.py" in site and site.endswith("in after_step") for site in sites)
+    quiet = engine.run(SHORT, targeted("Silent")).events
+    assert all(e.data["collectives"] == {} for e in quiet if e.kind == "after-step")
+
+
+def test_a_secret_that_a_target_prints_is_found_in_its_log_and_not_repeated(engine) -> None:
+    report = check(engine, SHORT, targeted("PrintsItsLogin"))
+    leaks = [v for v in report.violations if v.property == "no-secret-leak"]
+    assert {(v.rank, v.message) for v in leaks} == {
+        (rank, f"rank{rank}.log has the value of FEATUREDB_PASSWORD") for rank in (0, 1)
+    }
+    assert all(v.found == "logging in with [FEATUREDB_PASSWORD]" for v in leaks)
+
+
+RESTARTED = Scenario(
+    name="restarted",
+    tables=MIXED,
+    workload=Workload(steps=5, checkpoint_every_steps=2),
+    faults=(RankKill(rank=1, point="train.after-step", nth=4),),
+    restarts=(Restart(world_size=3), Restart()),
+    deadlines=Deadlines(run_s=30, grace_s=3),
+)
+
+
+def test_a_restarted_job_counts_its_steps_on_and_knows_which_of_them_survived(engine) -> None:
+    history = engine.run(RESTARTED)
+    assert history.succeeded
+    first, second = history.starts
+    assert (first.world_size, second.world_size) == (2, 3)
+    assert [o.status for o in first.outcomes].count("killed") == 1
+    assert (second.checkpoint_of, second.restored, second.since) == (0, 2, 5)
+    moments = {history.moment(e) for e in history.events if e.kind == "step"}
+    assert moments == {1, 2, 3, 4, 6, 7, 8}
+    assert survived(history, np.arange(1, 9)).tolist() == [True, True, False, False, False, True, True, True]
+    for ledger in history.tables.values():
+        assert set(ledger.lookup_steps.tolist()) <= moments
+        at_checkpoint, after_restore = values_at(ledger, 2), values_at(ledger, 5)
+        assert at_checkpoint.tobytes() == after_restore.tobytes()
+
+
+def test_a_restarted_target_gets_the_states_of_all_ranks(engine) -> None:
+    assert engine.run(RESTARTED, targeted("Restarts")).succeeded
+
+
+def test_a_target_that_cannot_restart_is_bad_input_where_it_has_to(engine) -> None:
+    with pytest.raises(ScenarioError, match="which has no state_dict, load_state_dict, start_over"):
+        engine.run(RESTARTED, targeted("Silent"))
+
+
+def test_no_restart_is_made_when_none_is_needed(engine) -> None:
+    calm = msgspec.structs.replace(RESTARTED, faults=(), workload=Workload(steps=2))
+    assert not engine.run(calm).restarted
 
 
 def test_a_fault_that_never_fires_makes_the_run_not_exercised(engine) -> None:
