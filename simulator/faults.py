@@ -285,7 +285,7 @@ class BadRow(_AtStep, frozen=True, kw_only=True, tag="bad-row"):
 
 
 class ReservedKey(_AtStep, frozen=True, kw_only=True, tag="reserved-key"):
-    """In lockstep step ``step`` this rank's dynamic ``table`` (bare name) is asked for key -1 as well, a padding id that
+    """In lockstep step ``step`` this rank's dynamic ``table`` (bare name) is asked for key -1 too, a padding id that
     nobody masked. The store reserves it; no row of it may be sent."""
 
     family: ClassVar[str] = "data"
