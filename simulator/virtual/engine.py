@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import logging
@@ -309,7 +310,7 @@ class _Attempt:
         self._events = _Events(job, "supervisor", None, number)
         self._supervisor = scheduler.current
         for rank in range(self.scenario.world_size):
-            scheduler.spawn(lambda rank=rank: self._process(rank), f"rank{rank}", rank)
+            scheduler.spawn(functools.partial(self._process, rank), f"rank{rank}", rank)
 
     @property
     def succeeded(self) -> bool:

@@ -63,7 +63,7 @@ class Chance:
 
 
 _RealRandom = random.Random
-_bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_bootstrap: Any = importlib._bootstrap
 _real_load = _bootstrap._find_and_load
 _real = types.SimpleNamespace(
     sleep=time.sleep,
@@ -151,7 +151,7 @@ class _SameInstances(type):
         return issubclass(subclass, cls.__mro__[1])
 
 
-class _Datetime(_real.datetime, metaclass=_SameInstances):  # type: ignore[misc, name-defined]
+class _Datetime(_real.datetime, metaclass=_SameInstances):  # type: ignore[name-defined]
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> Any:
         return _real.datetime.fromtimestamp(time.time(), tz)
@@ -165,7 +165,7 @@ class _Datetime(_real.datetime, metaclass=_SameInstances):  # type: ignore[misc,
         return _real.datetime.fromtimestamp(time.time())
 
 
-class _Date(_real.date, metaclass=_SameInstances):  # type: ignore[misc, name-defined]
+class _Date(_real.date, metaclass=_SameInstances):  # type: ignore[name-defined]
     @classmethod
     def today(cls) -> Any:
         return _real.date.fromtimestamp(time.time())
@@ -198,7 +198,7 @@ def _or_real(real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
 def _class(real: type, fake: type) -> type:
     """A class that makes the fake in a simulated rank and the real thing elsewhere; instances of either are its own."""
 
-    class Either(fake, metaclass=_EitherKind):  # type: ignore[misc, valid-type]
+    class Either(fake, metaclass=_EitherKind):
         _real = real
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -501,6 +501,6 @@ def end_of_main(rank: int | None) -> None:
     scheduler = running()
     assert scheduler is not None
     mine = {task.name for task in scheduler.tasks if task.rank == rank}
-    for thread, work in list(concurrent.futures.thread._threads_queues.items()):  # type: ignore[attr-defined]
+    for thread, work in list(concurrent.futures.thread._threads_queues.items()):
         if thread.name in mine:
             work.put(None)

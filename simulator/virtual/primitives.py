@@ -251,7 +251,7 @@ class Condition:
             raise RuntimeError("cannot wait on un-acquired lock")
         scheduler, task = _scheduler_and_task()
         self._waiters.append(task)
-        saved = self._lock._release_save() if hasattr(self._lock, "_release_save") else self._lock.release()
+        saved: Any = self._lock._release_save() if hasattr(self._lock, "_release_save") else self._lock.release()
         try:
             woken = scheduler.wait("a condition", _timeout_ns(scheduler, timeout))
         finally:

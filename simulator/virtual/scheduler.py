@@ -239,8 +239,8 @@ class Scheduler:
     def run(self) -> None:
         """Run until no task can. Exceptions of a task's function come out of here: they are the simulation's own."""
         self._hub = greenlet.getcurrent()
-        for task in self.tasks:
-            task.greenlet.parent = self._hub
+        for made in self.tasks:
+            made.greenlet.parent = self._hub
         try:
             while (task := self._next()) is not None:
                 self.current = task

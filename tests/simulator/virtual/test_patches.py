@@ -43,7 +43,7 @@ def simulate(main: Callable[[], Any], seed: int = 0) -> Any:
 
 
 def test_an_hour_takes_no_time() -> None:
-    def main() -> tuple[float, float, float]:
+    def main() -> tuple[float, ...]:
         before = time.monotonic(), time.time(), bound_monotonic()
         time.sleep(1800)
         bound_sleep(1800)
@@ -120,7 +120,8 @@ def sleep_is_real() -> bool:
 
 
 def test_other_threads_of_the_process_see_the_real_world() -> None:
-    asked, answered = queue.Queue(), queue.Queue()
+    asked: queue.Queue[Any] = queue.Queue()
+    answered: queue.Queue[Any] = queue.Queue()
 
     def outsider() -> None:
         asked.get(timeout=60)
@@ -174,7 +175,8 @@ def test_runs_cannot_be_nested() -> None:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 12), st.integers(0, 3), st.integers(0, 2**32))
 def test_a_bounded_queue_loses_and_invents_nothing(makers: int, takers: int, items: int, room: int, seed: int) -> None:
     def main() -> list[Any]:
-        work, taken = queue.Queue(room), []
+        work: queue.Queue[Any] = queue.Queue(room)
+        taken: list[Any] = []
 
         def make(number: int) -> None:
             for index in range(items):

@@ -1,5 +1,6 @@
 """The scheduler alone: who goes on, what time it is, and that a record repeats it."""
 
+import functools
 import itertools
 
 import pytest
@@ -36,7 +37,7 @@ def counting(policy: Policy, tasks: int = 3, rounds: int = 4) -> tuple[list[str]
             scheduler.point()
 
     for index in range(tasks):
-        scheduler.spawn(lambda name=f"t{index}": run(name), f"t{index}", 0)
+        scheduler.spawn(functools.partial(run, f"t{index}"), f"t{index}", 0)
     scheduler.run()
     return said, scheduler
 
@@ -81,7 +82,7 @@ def test_sleepers_wake_in_the_order_of_their_time(delays: list[float], seed: int
         assert scheduler.now_ns - began_ns >= delay * SECOND_NS - 1
 
     for delay in delays:
-        scheduler.spawn(lambda delay=delay: run(delay), "sleeper", 0)
+        scheduler.spawn(functools.partial(run, delay), "sleeper", 0)
     scheduler.run()
     assert len(woken) == len(delays)
     # Those whose times differ by more than the points of the others take.
