@@ -16,7 +16,7 @@ from deltaproof.fakes import feature_store_py
 from deltaproof.fakes.credentials import CredentialServer, Garbage, Refusal, Reset
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import StatusFault, TokenRevokedFault
-from deltaproof.reference.connect import _discreet, connect
+from deltaproof.reference.connect import _discreet, _said, connect
 from deltaproof.reference.errors import PublisherError
 from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.uploader import UploadError
@@ -192,6 +192,37 @@ def test_only_what_the_credential_package_logs_for_us_is_dropped(caplog: pytest.
         logger.warning("of ours")
     logger.warning("after it")
     assert caplog.messages == ["of another thread", "after it"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a" + "b" * 199, "a" + "b" * 199),
+        ("a" + "b" * 200, "…" + "b" * 200),
+        ("a" * 9_900 + "b" * 100, "…" + "a" * 100 + "b" * 100),
+        ("a" * 9_900 + "b" * 101, "…" + "a" * 99 + "b" * 100 + "…"),
+    ],
+    ids=["short", "long", "longest", "cut at both ends"],
+)
+def test_of_what_the_chain_says_the_end_is_shown(text: str, shown: str) -> None:
+    assert _said(ValueError(text)) == f"ValueError: {shown}"
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        ("feature_store_py", r"install Alibaba's SDK or, for the fake store, call .*install\(\) first"),
+        ("alibabacloud_credentials.client", "install it"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_remedy(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, package: str, remedy: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "feature_store_py", feature_store_py)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(PublisherError, match=rf"^{package} is not installed, and .* the store: {remedy}$") as caught:
+        connect(kit.settings())
+    assert not caught.value.retriable
 
 
 class Unauthorized(Exception):

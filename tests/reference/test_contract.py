@@ -203,6 +203,8 @@ def test_the_manifest_on_disk_names_every_table_as_the_publisher_does(
 def test_twins_of_different_dimension_are_refused() -> None:
     with pytest.raises(ContractError, match=r"'a.ebc_user.embedding_bags.t' has dimension 8, its twin 4"):
         Manifest.of({TableRef("a.ebc", "ebc", "t"): 4, TableRef("a.ebc_user", "ebc", "t"): 8})
+    with pytest.raises(ContractError, match=r"'a.ebc_user.embedding_bags.t' has dimension 4, its twin 8"):
+        Manifest.of({TableRef("a.ebc", "ebc", "t"): 8, TableRef("a.ebc_user", "ebc", "t"): 4})
 
 
 def test_half_a_character_is_refused() -> None:

@@ -1,4 +1,5 @@
 import io
+import mmap
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,16 @@ def test_a_delta_of_several_chunks_keeps_order_and_shares_its_constant_columns()
     assert len({chunk.buffers()[2].address for chunk in table["table_fqn"].chunks}) == 1
 
 
+def test_no_list_offset_of_a_chunk_leaves_int32() -> None:
+    """Two rows that are together one float more than a chunk's offsets can say; mapped, and never read."""
+    dim = 2**30
+    with mmap.mmap(-1, 2 * 4 * dim, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        table = delta([1, 2], np.frombuffer(pages, np.float32).reshape(2, dim))
+        offsets = [chunk.offsets.to_pylist() for chunk in table["embedding"].chunks]
+        del table  # a mapping closes when nobody looks into it
+    assert offsets == [[0, dim], [0, dim]]
+
+
 @given(st.lists(st.sampled_from(["", "a", "b", "ab", "ba", "用户"]), min_size=1, max_size=6), st.data())
 def test_a_column_is_constant_when_all_its_strings_are_equal(strings: list[str], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(strings) - 1))
@@ -155,6 +166,14 @@ def test_a_wrong_dimension_is_refused_with_both_numbers() -> None:
     validate(mixed, {"m.u": 2, FQN: 1})
     with pytest.raises(DeltaError, match=r"dimension 1, its table has 2 .*table 'm.ebc.embedding_bags.t', key 3"):
         validate(mixed, {"m.u": 2, FQN: 2})
+
+
+def test_an_empty_row_of_an_unknown_table_is_refused_alone_and_among_others() -> None:
+    unknown = delta([3], np.ones((1, 0)), "m.other")
+    mixed = pa.concat_tables([delta([1], [[1.0]]), unknown]).combine_chunks()
+    for table in (unknown, mixed):
+        with pytest.raises(DeltaError, match=r"dimension 0, its table has none: it is not in the model .*key 3"):
+            validate(table, {FQN: 1})
 
 
 def test_offences_are_found_in_slices_and_later_chunks() -> None:

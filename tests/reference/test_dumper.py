@@ -70,6 +70,21 @@ def test_the_final_dump_reads_again_every_replicated_row_this_rank_published(sou
     assert set(last["source"].to_pylist()) == {"final"}
 
 
+@pytest.mark.parametrize("why", ["dump", "restore"])
+def test_no_dump_but_the_final_one_sends_a_replicated_row_again(source: Any, dumper: Dumper, why: Any) -> None:
+    source.train(DP, [1, 2], 1.0)
+    dumper.dump(5)
+    source.train(DP, [2, 3], 2.0)
+    assert rows_of(dumper.dump(6, why)) == {(DP, 2): 2.0, (DP, 3): 2.0}
+
+
+def test_what_a_source_says_of_a_table_is_never_changed(source: Any) -> None:
+    info = source.tables()[EBC]
+    with pytest.raises(AttributeError, match="immutable"):
+        info.dim = 3
+    assert info in {info}
+
+
 def test_a_dump_that_raises_forgets_no_id(source: Any, dumper: Dumper, monkeypatch: pytest.MonkeyPatch) -> None:
     source.train(EBC, [1, 2], 1.0)
     with monkeypatch.context() as patch:

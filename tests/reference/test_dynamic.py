@@ -20,7 +20,16 @@ from deltaproof.reference import dynamic
 from deltaproof.reference.contract import TableRef
 from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.dumper import Dumper
-from deltaproof.reference.dynamic import CombinedSource, DynamicSource, DynamicSpec, TrackerError, ZchTable, round_robin
+from deltaproof.reference.dynamic import (
+    FOLD_AT_IDS,
+    CombinedSource,
+    DynamicSource,
+    DynamicSpec,
+    IdLog,
+    TrackerError,
+    ZchTable,
+    round_robin,
+)
 from deltaproof.reference.publisher import Publisher
 from deltaproof.reference.settings import Settings
 
@@ -72,7 +81,7 @@ class Publication(RuleBasedStateMachine):
         self.step = 0
 
     def teardown(self) -> None:
-        dynamic.FOLD_AT_IDS = 1 << 20
+        dynamic.FOLD_AT_IDS = FOLD_AT_IDS
         if hasattr(self, "store"):
             self.dump()
 
@@ -130,6 +139,28 @@ def test_an_evicted_key_is_published_as_what_serving_uses_for_it_though_nobody_l
     assert rows[0].tolist() == [0.25, 0.25]
     assert rows[1].tolist() == table.served(keys(5))[0].tolist() != [0.25, 0.25]
     assert rows.dtype == np.float32
+
+
+def test_ids_are_folded_when_they_are_more_than_a_million_not_at_each_lookup() -> None:
+    folds: list[int] = []
+
+    def first_alone(parts: list[np.ndarray]) -> np.ndarray:
+        folds.append(sum(map(len, parts)))
+        return parts[0][:1]
+
+    log, many = IdLog(first_alone), np.zeros(2**20 - 1, np.int64)
+    log.add(many)
+    log.add(keys(1))
+    assert (folds, log.count) == ([], 2**20)
+    log.add(keys(2))
+    assert (folds, log.count) == ([2**20 + 1], 1)
+
+
+def test_a_dynamic_table_has_room_for_every_key_and_serves_zeros_unless_told_otherwise() -> None:
+    source = DynamicSource([DynamicSpec(REFS[0], table_of(), ("f",))])
+    info = source.tables()[FQNS[0]]
+    assert (info.rows, info.dim, info.hosted) == (np.iinfo(np.int64).max, DIM, True)
+    assert source.gather(FQNS[0], keys(1)).tolist() == [[0.0, 0.0]]
 
 
 def test_rows_are_read_past_the_cache() -> None:

@@ -31,6 +31,7 @@ class Said(Exception):
         (Said(retriable=True, status=403), True),
         (Said(retriable=False, status=503), False),
         (Said(status=500), True),
+        (Said(status=499), False),
         (Said(status_code=502), True),
         (Said(statusCode=404), False),
         (Said(status=429), True),
@@ -129,6 +130,22 @@ def test_the_last_tokens_are_remembered_not_all() -> None:
         remember(f"token-number-{number:04d}")
     assert redact("a token-number-0199 b token-number-0150 c") == "a [redacted] b [redacted] c"
     assert len(errors._remembered) == 64
+
+
+def test_a_secret_that_holds_another_is_redacted_whole() -> None:
+    remember("abcd", "abcd-efg-1")
+    assert redact("x abcd-efg-1 abcd") == "x [redacted] [redacted]"
+
+
+def test_no_letter_of_a_short_secret_is_left_where_json_wrote_it() -> None:
+    remember('pw"d')
+    assert redact(json.dumps({"x": 'pw"d'})) == '{"x": "[redacted]"}'
+
+
+@pytest.mark.parametrize(("secret", "left"), [("company-secret1", "company-wide"), ("company-secret12", "[redacted]")])
+def test_only_a_long_secret_is_known_by_its_beginning(secret: str, left: str) -> None:
+    remember(secret)
+    assert redact(f"{secret} company-wide") == f"[redacted] {left}"
 
 
 SECRETS = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=16, max_size=60)
