@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import itertools
 import os
 import tempfile
@@ -732,3 +733,44 @@ def test_no_more_keys_wait_to_be_merged_than_may_be_held(place: Place, monkeypat
     survey.keys_max = 10
     assert sum(len(newest.keys) for share in survey.shares() for newest in share.values()) == 49
     assert max(held) <= 2 * survey.keys_max + 49  # a row group here is a whole shard
+
+
+def test_as_many_keys_are_held_as_documented() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "readback.md").read_text()
+    assert f"at most 2<sup>{np.log2(Survey.keys_max):g}</sup> keys" in docs
+
+
+def test_keys_are_drawn_by_splitmix64_in_every_release(place: Place) -> None:
+    """Its first outputs for the seed 1234567 are known: each mixes a state that grows by the golden ratio."""
+    survey = Survey(place.files, find(place.files), "acknowledged", seed=3)
+    states = np.uint64(1234567) + np.arange(1, 6, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    salt = np.frombuffer(hashlib.sha256(b"3 t").digest()[:8], np.uint64)
+    assert survey._numbers("t", (states ^ salt).view(np.int64)).tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+def test_a_sample_without_a_seed_is_that_of_seed_0(place: Place) -> None:
+    many_rows(place, 60)
+
+    def draw(**how: int) -> list[int]:
+        [share] = Survey(place.files, find(place.files), "acknowledged", sample=10, **how).shares()
+        return sorted(key for newest in share.values() for key in newest.keys.tolist())
+
+    assert draw() == draw(seed=0)
+
+
+def test_a_resend_sends_unless_told_not_to_and_states_are_compared_by_their_letters(place: Place) -> None:
+    key = (NAMES[0], 1)
+    ShardWriter(place.files, place.settings, 0, 1, "g", state="spilled")(5, 0, delta([(key, 2.0)]), np.array([7]))
+    spilled: Any = "".join(list("spilled"))  # equal, but another object
+    assert Survey(place.files, find(place.files), spilled).rows == 1
+    assert Resend(place.files, find(place.files), place.reader()).run(dry_run=True).sent == 1
+    assert place.rows() == {}
+    assert Resend(place.files, find(place.files), place.reader()).run().sent == 1
+    assert place.rows() == {key: (8, [2.0])}
+    assert [entry.manifest.state for entry in find(place.files).entries] == ["resent"]

@@ -554,3 +554,65 @@ def test_an_object_store_that_has_less_than_it_was_given_is_not_believed(tmp_pat
     files.write("three", b"abc")
     with pytest.raises(OSError, match="wrote 4 bytes to 'four', and the object store says it has 3"):
         files.write("four", b"abcd")
+
+
+def test_a_place_is_there_once_something_is_in_it(tmp_path: Path) -> None:
+    files = Files(str(tmp_path / "new"))
+    assert not files.exists()
+    files.write("v/x.json", b"1")
+    assert files.exists()
+
+
+def test_a_refused_place_is_named_without_its_query() -> None:
+    with pytest.raises(ShardError, match=r"^'s3://bucket' is no place for shards: ") as error:
+        Files("s3://bucket?hush=secret")
+    assert "secret" not in str(error.value)
+
+
+def test_a_manifest_with_a_field_more_is_damaged_and_none_can_be_changed(kit: Any, tmp_path: Path) -> None:
+    manifest = kept_one(kit, tmp_path).manifest
+    text = manifest.encode()
+    assert Manifest.decode(text) in {Manifest.decode(text)}  # can be hashed: nobody changes it
+    with pytest.raises(Damaged, match="unknown field `more`"):
+        Manifest.decode(text.replace(b"{", b'{"more": 1,', 1))
+    with pytest.raises(AttributeError):
+        manifest.step = 2  # type: ignore[misc]
+
+
+def test_no_column_of_a_shard_may_have_nulls(kit: Any, tmp_path: Path) -> None:
+    schema = pq.read_schema(tmp_path / kept_one(kit, tmp_path).shard)
+    assert schema.names == ["embedding_name", "key_id", "embedding", "ts", "table_fqn", "global_step", "rank"]
+    assert not any(field.nullable for field in schema)
+
+
+def test_a_restart_gets_the_keys_of_its_own_state_above_a_ts_and_of_whole_shards_only(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    files = Files(str(tmp_path))
+    for first, letters in enumerate(["acknowledged", "spilled"]):
+        state: Any = "".join(list(letters))  # equal to what a manifest has, but another object
+        keep = ShardWriter(files=files, settings=kit.settings(), rank=0, world_size=1, generation="g", state=state)
+        for seq in range(3):
+            keep(seq, seq, kit.delta(seq, [10 * first + seq]), np.array([5 + seq]))
+
+    def after(ts: int) -> list[int]:
+        return [key for table in keep.keys_after(ts) for key in table["key_id"].to_pylist()]
+
+    assert after(4) == [10, 11, 12]
+    assert after(5) == [11, 12]
+    assert after(7) == []
+    next(tmp_path.rglob("*-000001-spilled.parquet")).write_bytes(b"")
+    assert after(5) == [12]
+    for table in keep.keys_after(6):
+        assert table.column_names == ["table_fqn", "key_id"]
+
+
+def test_the_options_of_a_writer_are_given_by_name(kit: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        ShardWriter(Files(str(tmp_path)), kit.settings(), 0, 1, "g", {T: "t"})  # type: ignore[call-arg]
+
+
+def test_row_groups_are_as_large_as_documented() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "readback.md").read_text()
+    assert f"about {shards.GROUP_ROWS:,} rows or {shards.GROUP_BYTES >> 20} MB" in docs
