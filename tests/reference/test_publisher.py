@@ -1,3 +1,4 @@
+import re
 import sys
 import threading
 import types
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from alibabacloud_credentials.utils import auth_util
 
+from deltaproof.reference import publisher as publisher_module
 from deltaproof.reference.contract import ContractError, Manifest, TableRef, embedding_names
 from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.publisher import Publisher, PublisherError, connect
@@ -268,6 +270,58 @@ def test_an_sdk_that_quotes_a_secret_at_the_start_is_not_repeated(
     assert caught.value.retriable
     assert "planted" not in str(caught.value)
     assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(("grouped", "rank", "world_size"), [(False, 0, 1), (True, 2, 3)])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_publisher_for_a_model_takes_its_place_from_the_process_group_and_connects_when_it_must(
+    kit: Any, source: Any, client: Any, monkeypatch: Any, grouped: bool, rank: int, world_size: int, given: bool
+) -> None:
+    met, made, closed, wanted = list[int](), list[Any](), list[int](), kit.settings()
+    client.exists, client.close = True, lambda: closed.append(1)
+    dist = types.SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: grouped,
+        get_rank=lambda: 2,
+        get_world_size=lambda: 3,
+        barrier=lambda: met.append(1),
+    )
+
+    def connect_once(settings: Any) -> Any:
+        made.append(settings)
+        return client
+
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(distributed=dist))
+    monkeypatch.setitem(sys.modules, "torch.distributed", dist)
+    tracker = types.SimpleNamespace(TorchRecSource=lambda model: model)
+    monkeypatch.setitem(sys.modules, "deltaproof.reference.tracker", tracker)
+    monkeypatch.setattr(publisher_module, "connect", connect_once)
+    publisher = Publisher.for_model(source, wanted, client if given else None)
+    publisher.start()
+    assert (len(met), made) == (int(grouped), [] if given else [wanted])
+    state = publisher.state_dict()
+    assert (state["rank"], state["world_size"]) == (rank, world_size)
+    publisher.close()
+    assert len(closed) == len(made)  # a client that was given is not ours to close
+
+
+def test_a_start_is_named_by_its_time_and_8_hexadecimal_digits(kit: Any, source: Any, client: Any) -> None:
+    names = []
+    for _ in range(2):
+        publisher = Publisher(
+            source,
+            client,
+            kit.settings(),
+            rank=0,
+            world_size=1,
+            barrier=lambda: None,
+            clock=types.SimpleNamespace(time=lambda: 1.5, monotonic=lambda: 0.0),
+        )
+        publisher.start()
+        names.append(str(publisher.generation))
+        publisher.close()
+    assert all(re.fullmatch(r"0000000001500-[0-9a-f]{8}", name) for name in names)
+    assert names[0] != names[1]
 
 
 def test_a_missing_project_is_named(kit: Any, source: Any, client: Any) -> None:

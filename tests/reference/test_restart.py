@@ -137,6 +137,10 @@ def test_there_is_no_state_before_start(place: Place) -> None:
         place.publisher()[1].state_dict()
 
 
+def test_a_state_of_before_the_first_step_is_of_step_0(place: Place) -> None:
+    assert place.started()[1].state_dict()["step"] == 0
+
+
 @pytest.fixture
 def states(place: Place) -> list[dict[str, Any]]:
     made = []
@@ -167,6 +171,7 @@ def test_the_states_of_all_ranks_become_one(states: list[dict[str, Any]], place:
         (lambda s: [each | {"naming": "role"} for each in s], "published with naming 'role', the settings say 'fqn'"),
         (lambda s: [*s[:2], s[2] | {"format": 2}], r"not made by a publisher of this version: .*`\$.format`"),
         (lambda s: [*s[:2], {"model": 1}], "not made by a publisher"),
+        (lambda s: [*s[:2], s[2] | {"later": 1}], "not made by a publisher of this version: .*unknown field `later`"),
         (lambda s: [*s[:2], s[2] | {"pending": {T: b"1234567"}}], f"keys of table '{T}' are cut off: 7 bytes"),
     ],
 )
@@ -334,10 +339,11 @@ def test_rows_that_no_rank_can_host_stay_and_are_counted(place: Place, caplog: p
             {"pk": [name] * 2, "sk": pa.array(keys), "embedding": pa.array([[7.0, 7.0]] * 2, pa.list_(pa.float32()))}
         )
         place.store.write("deltaproof", "v", rows, version="v1", ts=2 * 10**12)
-    for rank in (1, 0):  # of which the second alone speaks
+    for rank, spoken in ((1, 0), (0, 1)):  # of which rank 0 alone speaks
         _, publisher = place.publisher(rank=rank, world_size=2)
         publisher.load_state_dict(state)
         publisher.start()
+        assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == spoken
     publisher.finish(1)
     assert place.stored() == {("old.table", 1): 7.0, ("old.table", 2): 7.0, (T, 4): 0.0, (T, 9): 7.0}
     [text] = [record.message for record in caplog.records if record.levelno == logging.WARNING]

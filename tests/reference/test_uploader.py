@@ -1,8 +1,10 @@
+import inspect
 import itertools
 import re
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -10,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltaproof.reference import uploader as uploader_module
 from deltaproof.reference.delta import DeltaError
-from deltaproof.reference.uploader import Uploader, UploadError
+from deltaproof.reference.uploader import AttemptError, Uploader, UploadError
 
 T = "m.ebc.embedding_bags.t"
 
@@ -45,6 +48,15 @@ def when_submit_waits(uploader: Uploader, monkeypatch: pytest.MonkeyPatch, then:
         wait(*args)
 
     monkeypatch.setattr(uploader, "_wait", announced)
+
+
+def raises_here(call: Callable[[], Any]) -> BaseException | None:
+    """What `call` raised in this thread, which may hold the uploader's lock."""
+    try:
+        call()
+    except UploadError as error:
+        return error
+    return None
 
 
 def raises_within(kit: Any, call: Callable[[], Any]) -> BaseException | None:
@@ -81,6 +93,15 @@ def test_every_row_reaches_the_store_in_either_format(kit: Any, run: Any, upload
     assert counted == {"steps": 1, "rows": 5, "batches": 3} | nothing
     assert uploader._thread is not None
     assert not uploader._thread.is_alive()
+
+
+def test_the_format_counts_by_its_text_and_not_by_its_identity(kit: Any, run: Any, monkeypatch: Any) -> None:
+    view = kit.view()
+    monkeypatch.setattr(view, "write_features", None)  # the JSON way
+    uploader = run(view, upload_format="".join(["arr", "ow"]))  # as a parser makes it: equal to the literal, not it
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.close()
+    assert len(view.stored) == 1
 
 
 @pytest.mark.parametrize("upload_format", ["arrow", "json"])
@@ -339,6 +360,26 @@ def test_submit_after_close_is_an_error_not_a_drop(kit: Any, run: Any) -> None:
         never.submit(8, kit.delta(8, [1]))
 
 
+def test_nothing_slips_in_while_close_waits_for_what_was_sent(kit: Any, run: Any, monkeypatch: Any) -> None:
+    view = kit.view()
+    view.script = [view.hold()]
+    uploader = run(view)
+    uploader.submit(1, kit.delta(1, [1]))
+    assert view.entered.wait(kit.deadline_s)
+    refused: list[Any] = []
+
+    def submit_meanwhile() -> None:
+        if not view.release.is_set():
+            refused.append(raises_here(lambda: uploader.submit(2, kit.delta(2, [2]))))
+        view.release.set()
+
+    when_submit_waits(uploader, monkeypatch, submit_meanwhile)
+    uploader.close()
+    [error] = refused
+    assert isinstance(error, UploadError)
+    assert "step 2 was submitted to an uploader that is not running" in str(error)
+
+
 def test_two_submissions_of_one_step_are_both_sent(kit: Any, run: Any) -> None:
     view = kit.view()
     uploader = run(view)
@@ -383,6 +424,47 @@ def test_waits_grow_stay_bounded_and_respect_retry_after(kit: Any) -> None:
         assert most_s / 2 <= min(waits_s) < max(waits_s) <= most_s
     assert uploader._retry_delay_s(1, 30.0) == 30.0
     assert uploader._retry_delay_s(1, 1e9) == 60.0
+
+
+def test_a_wait_doubles_32_times_at_most_whatever_the_longest_one_is(kit: Any) -> None:
+    uploader = Uploader(kit.view(), kit.settings(retry_delay_ms_min=1, retry_delay_ms_max=2**40), 0, 1)
+    for attempt in (33, 34, 100, 10**6):
+        assert all(uploader._retry_delay_s(attempt, None) < 2**32 / 1000 for _ in range(50))
+
+
+def test_of_several_errors_the_one_that_says_what_to_do_is_named(kit: Any) -> None:
+    uploader = Uploader(kit.view(), kit.settings(), 0, 1, reconnect=kit.view)
+    busy, denied = kit.error("busy", status=503), kit.error("no access", status=403)
+    expired = kit.error("InvalidToken: no longer", status=401)
+    for errors, said, verdict in (
+        ([busy], "busy", (True, False)),
+        ([busy, denied], "no access", (False, False)),
+        ([busy, expired], "InvalidToken: no longer", (True, True)),
+        ([busy, expired, denied], "no access", (False, True)),
+        ([ConnectionError("gone")], "ConnectionError: gone", (True, False)),
+        ([TimeoutError()], "TimeoutError", (True, False)),  # its kind, once
+    ):
+        failure = uploader._judge(errors)
+        assert (str(failure), (failure.retriable, failure.expired)) == (said, verdict)
+
+
+@pytest.mark.parametrize(
+    ("call", "flags"),
+    [(AttemptError, ["retriable", "expired", "retry_after_s"]), (Uploader._persist, ["online"])],
+)
+def test_the_flags_of_an_attempt_are_named_where_they_are_given(call: Any, flags: list[str]) -> None:
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(call).parameters.items()}
+    assert [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY] == flags
+
+
+def test_a_batch_without_a_ts_is_a_mistake_and_no_answer_of_the_store(kit: Any, run: Any, monkeypatch: Any) -> None:
+    view = kit.view()
+    uploader = run(view, batch_size=2, retry_attempts_max=3)
+    monkeypatch.setattr(uploader, "_stamps", lambda job: range(1000, 1001))
+    uploader.submit(1, kit.delta(1, range(4)))
+    with pytest.raises(UploadError, match=r"step 1 .*ValueError: zip"):
+        uploader.close()
+    assert len(view.windows) == 1  # the next attempt would be as wrong
 
 
 def test_the_longest_retry_after_of_a_flush_is_the_one_kept(kit: Any, run: Any, monkeypatch: Any) -> None:
@@ -563,6 +645,21 @@ def test_retaining_is_tried_again_without_sending_again(kit: Any) -> None:
     assert (retained, len(view.windows), uploader.acknowledged_step) == ([3], 1, 3)
 
 
+def test_a_place_whose_token_expired_does_not_have_the_store_connected_again(kit: Any) -> None:
+    failures, retained, view = [OSError("ExpiredToken: of the bucket")], list[tuple[int, int]](), kit.view()
+
+    def retain(step: int, *job: Any) -> None:
+        if failures:
+            raise failures.pop()
+        retained.append((step, uploader.counters["reconnects"]))
+
+    uploader = Uploader(view, kit.settings(), 0, 1, reconnect=kit.view, retain=retain)
+    uploader.start()
+    uploader.submit(3, kit.delta(3, [1]))
+    uploader.close()
+    assert (retained, len(view.windows), uploader.counters["retries"]) == ([(3, 0)], 1, 1)
+
+
 def test_a_step_that_cannot_be_retained_is_named_and_spilled(kit: Any) -> None:
     def retain(*job: Any) -> None:
         raise OSError("no space left")
@@ -663,3 +760,25 @@ def test_a_long_upload_says_how_far_it_is_and_a_short_one_nothing(kit: Any, run:
     assert [record.levelname for record in caplog.records] == ["INFO"] * 3
     done = [re.match(r"rank 0, step 2: (\d+) of 45 rows in \d+ s, \d+ rows/s", text) for text in caplog.messages]
     assert [match and match[1] for match in done] == ["20", "40", "45"]
+
+
+def test_progress_is_told_each_time_that_progress_s_went_by_with_the_rows_per_second(
+    kit: Any, run: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    now_s, view = [100.0], kit.view()
+    flush = view.write_flush
+
+    def flush_in_2_s() -> Any:
+        now_s[0] += 2
+        return flush()
+
+    view.write_flush = flush_in_2_s
+    monkeypatch.setattr(uploader_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    uploader = run(view, batch_size=10, max_workers=1, progress_s=3.0)
+    uploader.submit(2, kit.delta(2, range(50)))
+    uploader.close()
+    assert caplog.messages == [
+        "rank 0, step 2: 20 of 50 rows in 4 s, 5 rows/s",
+        "rank 0, step 2: 40 of 50 rows in 8 s, 5 rows/s",
+    ]
