@@ -105,6 +105,7 @@ def test_evaluation_quiet_tables_broken_forwards_and_new_storage(ranks: Any, dra
         assert f"key {26 + first_row}" in seen["outside"]
         assert seen["outside again"] == seen["outside"], "a drain that raised forgot the id"
         assert keys_of(seen["kept"]) == {EBC + "c": [1, 3]}, "a drain that raised forgot the ids of another table"
+        assert f"key {first_row - 3}," in seen["negative"], "only the greatest of the ids was looked at"
 
 
 def test_two_real_ranks_publish_every_changed_row_bitwise(ranks: Any) -> None:
@@ -189,12 +190,13 @@ def test_each_raw_id_is_hosted_by_the_rank_that_publishes_it(ranks: Any) -> None
 
 
 def test_ids_of_a_dynamic_table_go_to_the_source_that_has_its_rows(ranks: Any, drawn: Any) -> None:
-    for rank, (drained, again, rows, tables) in enumerate(ranks("elsewhere")):
+    for rank, (drained, again, rows, tables, beside) in enumerate(ranks("elsewhere")):
         expected = {fqn: expected_keys(drawn, fqn, rank, (1,)) for fqn in LAYOUT}
         assert keys_of(drained) == {fqn: keys for fqn, keys in expected.items() if keys}
         assert again == {}
         assert rows.tolist() == [[7, 7], [0, 0]]
         assert tables == sorted(LAYOUT)
+        assert beside == {EBC + "b": True}, "a table grouped with a dynamic one was not found"
 
 
 def test_tracking_and_draining_cause_no_collective(ranks: Any) -> None:

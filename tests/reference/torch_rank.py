@@ -242,6 +242,11 @@ def live(rank: int, world_size: int, folder: Path) -> Any:
             seen[attempt] = f"{type(error).__name__}: {error}"
     source._entry("ebc.embedding_bags.a").clear()
     seen["kept"] = source.drain()
+    source._entry("ebc.embedding_bags.a").add(torch.tensor([5, -3]))
+    try:
+        source.drain()
+    except DeltaError as error:
+        seen["negative"] = str(error)
     return seen
 
 
@@ -346,7 +351,10 @@ def elsewhere(rank: int, world_size: int, folder: Path) -> Any:
         run.forward(2)
     drained = dict(source.drain())
     again = source.drain()
-    return drained, again, source.gather("ec.embeddings.d", np.array([7, 8])), sorted(source.tables())
+    read = source.gather("ec.embeddings.d", np.array([7, 8]))
+    pair = shard({"ebc": {name: (8, [feature], RW) for name, feature in (("a", "fa"), ("b", "fb"))}}, world_size)
+    beside = TorchRecSource(pair, DynamicSource([DynamicSpec(TableRef("ebc", "ebc", "a"), rows, ("fa",))])).tables()
+    return drained, again, read, sorted(source.tables()), {fqn: info.hosted for fqn, info in beside.items()}
 
 
 class StoredRows:
