@@ -136,6 +136,7 @@ def test_models_that_cannot_be_followed_are_refused_with_the_reason(ranks: Any) 
     assert "in kernel key_value" in messages["kernel"]
     assert messages["cleared"] == 0
     assert messages["folded"] == (8, [1, 2, 3], 3)  # never more ids than the bound
+    assert messages["folded on a GPU"] == ("cuda", True), "ids left the device they were looked up on"
     for message in messages["replaced"]:
         assert "another tracker was registered on 'ebc' after this one" in message
     assert len(messages["replaced"]) == 2

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -47,7 +49,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from deltaproof.reference import dynamic
+from deltaproof.reference import dynamic, tracker
 from deltaproof.reference.contract import TableRef, strip_wrappers
 from deltaproof.reference.delta import DeltaError
 from deltaproof.reference.dynamic import CombinedSource, DynamicSource, DynamicSpec, IdLog
@@ -505,6 +507,9 @@ def refuse(rank: int, world_size: int, folder: Path) -> Any:
         log.add(torch.tensor([1, 2, 3, 2]))
         counts.append(log.count)
     messages["folded"] = (max(counts), log.fold().tolist(), log.count)
+    with FakeTensorMode(shape_env=ShapeEnv()):  # a GPU's tensors without a GPU: shape and device alone
+        ids = tracker._unique(8, [torch.empty(3, dtype=torch.int32, device="cuda")])
+        messages["folded on a GPU"] = (ids.device.type, ids.dtype == torch.int64)
     log.clear()
     messages["cleared"] = log.count
     for name, model in models.items():
