@@ -70,6 +70,12 @@ def test_broken_wins_over_not_exercised(history: History) -> None:
     assert judge(lost).verdict is Verdict.BROKEN
 
 
+def unpublished(history: History) -> History:
+    """The history of a job that sent nothing: no row in the store, none retained, nothing to read back."""
+    events = [event for event in history.events if event.kind != "readback"]
+    return dataclasses.replace(with_writes(history, []), retained=None, events=events)
+
+
 def test_a_job_that_succeeded_without_a_row_proves_nothing(history: History) -> None:
     untouched = {
         fqn: dataclasses.replace(
@@ -83,7 +89,7 @@ def test_a_job_that_succeeded_without_a_row_proves_nothing(history: History) -> 
         )
         for fqn, ledger in history.tables.items()
     }
-    report = judge(dataclasses.replace(with_writes(history, []), tables=untouched))
+    report = judge(dataclasses.replace(unpublished(history), tables=untouched))
     assert report.verdict is Verdict.NOT_EXERCISED
     assert report.reason == "the job succeeded without a row to compare"
 
@@ -95,7 +101,7 @@ def test_a_planned_failure_before_the_first_row_is_held(history: History) -> Non
         RankOutcome(rank=1, status="ended", exitcode=-9),
     ]
     scenario = msgspec.structs.replace(TWO_OWNERS, faults=(fault,))
-    failed = dataclasses.replace(with_writes(history, []), scenario=scenario, outcomes=outcomes, fired=[1])
+    failed = dataclasses.replace(unpublished(history), scenario=scenario, outcomes=outcomes, fired=[1])
     assert judge(failed).verdict is Verdict.HELD
 
 
