@@ -29,6 +29,7 @@ from deltaproof.fakes.errors import (
 )
 from deltaproof.fakes.store import (
     DIM_MAX,
+    REPLY_BYTES_MAX,
     SCAN_BYTES_MAX,
     TABLES_MAX,
     EntitySpec,
@@ -39,6 +40,7 @@ from deltaproof.fakes.store import (
 )
 
 from .kit import PROJECT, VERSION, VIEW, make_view, rows
+from .test_docs import PAGE
 
 NAN, INF = float("nan"), float("inf")
 
@@ -521,3 +523,10 @@ def test_a_snapshot_goes_with_its_view(store: Store) -> None:
     for snapshot in kept:
         with pytest.raises(SnapshotNotFound):
             snapshot.table()
+
+
+def test_the_bounds_stand_in_the_docs() -> None:
+    text = " ".join(PAGE.split())
+    assert f"of more than {DIM_MAX:,} numbers" in text
+    assert f"more than {TABLES_MAX:,} tables" in text
+    assert f"Lookups of over {REPLY_BYTES_MAX >> 20} MiB" in text
