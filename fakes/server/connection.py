@@ -7,8 +7,8 @@ import logging
 import uuid
 from typing import Any, Final, cast
 
-from aiohttp import web
-from aiohttp.http import HttpProcessingError
+from aiohttp import StreamReader, web
+from aiohttp.http import HttpProcessingError, RawRequestMessage
 
 from ..errors import Injected
 from ..served import break_off
@@ -32,12 +32,13 @@ class HttpConnection(web.RequestHandler):
     A client that is late is cut off.
     """
 
-    __slots__ = ("_deadline_s", "_in_head", "_line", "_timeout_s", "_timer", "_unsent_bytes", "_write_timer")
+    __slots__ = ("_body", "_deadline_s", "_in_head", "_line", "_timeout_s", "_timer", "_unsent_bytes", "_write_timer")
 
     def __init__(self, *arguments: Any, timeout_s: float = BODY_TIMEOUT_S, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._timeout_s = timeout_s
         self._line: asyncio.Transport | None = None  # aiohttp forgets its own before it is closed
+        self._body: StreamReader | None = None  # of the request whose head came last
         self._timer: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
         self._in_head = True  # surely; else it is not known
@@ -50,7 +51,7 @@ class HttpConnection(web.RequestHandler):
         self._watch(in_head=True)
 
     def connection_lost(self, error: BaseException | None) -> None:
-        self._line = None
+        self._line = self._body = None
         for timer in (self._timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -66,10 +67,22 @@ class HttpConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         heads = self._request_count
         super().data_received(data)
+        if self._request_count > heads:
+            self._end_broken_body()
         if self._request_count > heads or not self._rests():
             self._watch(in_head=False)  # perhaps it ends with a piece of the next head
         elif not self._in_head:
             self._watch(in_head=True)
+
+    def _end_broken_body(self) -> None:
+        """Wake the handler that waits for a body whose end the parser finds broken (a deflate stream that stops short):
+        the parser queues an error, to be answered after that request, and forgets the body.
+        """
+        for message, payload in self._messages:
+            if isinstance(message, RawRequestMessage):
+                self._body = payload
+            elif self._body is not None and not self._body.is_eof():
+                self._body.set_exception(web.RequestPayloadError("the body's end is broken"))
 
     def _rests(self) -> bool:
         """Whether nothing is under way but, perhaps, a head on its way."""

@@ -237,7 +237,7 @@ def _faults(draw: random.Random) -> bytes:
         "reset": {"when": draw.choice(("before-commit", "after-commit", "mid-reply"))},
         "partial": {"rows_failed": draw.choice((1, 10**6))},
         "truncate": {"bytes_kept": draw.randrange(100)},
-        "slow-body": {"bytes_per_s": 1e6},
+        "slow-body": {"bytes_per_s": 5e7},
         "reorder": {"hold_ms_max": 20},
     }
     more = options.get(kind, {})
