@@ -227,7 +227,7 @@ def impatient() -> Iterator[FeatureStoreServer]:
 
 
 def ask(server: FeatureStoreServer, request: bytes, *more: bytes) -> tuple[int, bytes]:
-    """The first reply to these bytes, ``more`` of which come a moment later: its status and body; (0, …) when the line is
+    """Status and body of the first reply to these bytes, ``more`` of which come a moment later; (0, …) when the line is
     closed or reset without one.
     """
     received = b""
