@@ -1,5 +1,6 @@
 """What every test gets: no credentials or proxies of the machine, no network but loopback, bounded Hypothesis runs."""
 
+import gc
 import ipaddress
 import os
 import socket
@@ -66,6 +67,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             found = False
         if not found:
             pytest.exit("tests marked gpu were selected, and torch finds no CUDA device here", returncode=2)
+
+
+#: File descriptors that a module's tests may leave open: caches of libraries, not one per test or example.
+DESCRIPTORS_LEFT_MAX = 32
+
+
+def _descriptors() -> int:
+    # Alibaba's client keeps an HTTP session for each endpoint it has ever talked to.
+    if core := sys.modules.get("darabonba.core"):
+        while core.DaraCore._sessions:
+            core.DaraCore._sessions.popitem()[1].close()
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def descriptors_are_closed() -> Iterator[None]:
+    """No module leaves open what its tests opened: many thousand tests run in one process."""
+    before = _descriptors()
+    yield
+    left = _descriptors() - before
+    assert left <= DESCRIPTORS_LEFT_MAX, f"this module's tests left {left} file descriptors open"
 
 
 @pytest.fixture

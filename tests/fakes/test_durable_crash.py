@@ -8,8 +8,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,7 @@ class Disk:
         self.folder, self.part = folder, part
         self.steps, self.dies_at, self.dead = 0, dies_at, False
         self._held: dict[int, int] = {}  # a descriptor of each inode ever seen: so none is used again, all can be read
+        self._opened: set[int] = set()  # by the process that lives here
         self._flushed: dict[int, bytes] = {}
         self._flushed_names: dict[str, int] = {}
         if folder.exists():
@@ -141,12 +143,23 @@ class Disk:
         return getattr(os, name)(*arguments, **keywords)
 
     def open(self, path: Any, flags: int, *arguments: Any, **keywords: Any) -> Any:
-        if not flags & os.O_CREAT:
-            return os.open(path, flags, *arguments, **keywords)
-        fd = self._whole("open", path, flags, *arguments, **keywords)
-        self._names()
-        self._flushed.setdefault(os.fstat(fd).st_ino, b"")
+        if flags & os.O_CREAT:
+            fd = self._whole("open", path, flags, *arguments, **keywords)
+            self._names()
+            self._flushed.setdefault(os.fstat(fd).st_ino, b"")
+        else:
+            fd = os.open(path, flags, *arguments, **keywords)
+        self._opened.add(fd)
         return fd
+
+    def close(self, fd: int) -> None:
+        self._opened.discard(fd)
+        os.close(fd)
+
+    def close_opened(self) -> None:
+        """What the kernel does for a process that was killed."""
+        while self._opened:
+            os.close(self._opened.pop())
 
     def ftruncate(self, *arguments: Any) -> Any:
         return self._whole("ftruncate", *arguments)
@@ -191,9 +204,13 @@ class Disk:
         kept = choose(range(len(flushed), len(now) + 1), f"{name} has")
         return choose([now[:kept], now[:kept].ljust(len(now), b"\0")], name)
 
-    def close_all(self) -> None:
-        for fd in self._held.values():
-            os.close(fd)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close_opened()
+        while self._held:
+            os.close(self._held.popitem()[1])
 
 
 def live(
@@ -217,6 +234,7 @@ def live(
         except Killed:
             if store is not None and store._journal is not None:
                 store._journal.close()
+            disk.close_opened()
             return under_way
     return None
 
@@ -254,10 +272,9 @@ def test_a_process_killed_at_any_step_loses_no_acknowledged_change(
 ) -> None:
     folder, acknowledged = next(scratch), list[Change]()
     for number, (changes, dies_at, part) in enumerate(lives):
-        disk = Disk(folder, dies_at, part)
-        under_way = live(folder, disk, changes, acknowledged, fsync)
-        check(folder, acknowledged, under_way or [], f"life {number}", disk)
-        disk.close_all()
+        with Disk(folder, dies_at, part) as disk:
+            under_way = live(folder, disk, changes, acknowledged, fsync)
+            check(folder, acknowledged, under_way or [], f"life {number}", disk)
     shutil.rmtree(folder)
 
 
@@ -268,18 +285,18 @@ def test_a_loss_of_power_at_any_step_loses_nothing_that_was_flushed(
 ) -> None:
     """Some lives end by a kill alone: what they had not flushed is still to be lost at a later end."""
     folder, acknowledged = next(scratch), list[Change]()
-    disk = Disk(folder)
-    for number, (changes, dies_at, part) in enumerate(lives):
-        disk.revive(dies_at, part)
-        under_way = live(folder, disk, changes, acknowledged, "always")
-        if data.draw(st.booleans(), "power lost"):
-            left = next(scratch)
-            disk.after_power_loss(left, lambda options, what: data.draw(st.sampled_from(options), what))
-            disk.close_all()
-            shutil.rmtree(folder)
-            folder, disk = left, Disk(left)
-        check(folder, acknowledged, under_way or [], f"life {number}", disk)
-    disk.close_all()
+    with ExitStack() as disks:
+        disk = disks.enter_context(Disk(folder))
+        for number, (changes, dies_at, part) in enumerate(lives):
+            disk.revive(dies_at, part)
+            under_way = live(folder, disk, changes, acknowledged, "always")
+            if data.draw(st.booleans(), "power lost"):
+                left = next(scratch)
+                disk.after_power_loss(left, lambda options, what: data.draw(st.sampled_from(options), what))
+                disks.close()
+                shutil.rmtree(folder)
+                folder, disk = left, disks.enter_context(Disk(left))
+            check(folder, acknowledged, under_way or [], f"life {number}", disk)
     shutil.rmtree(folder)
 
 
@@ -288,12 +305,14 @@ def test_what_was_read_after_a_kill_survives_a_loss_of_power(scratch: Iterator[P
     """A write that nobody acknowledged before the kill may be there afterwards; then it is there for good."""
     for dies_at in itertools.count(1):
         folder, left, acknowledged = next(scratch), next(scratch), list[Change]()
-        assert live(folder, Disk(folder), ONCE[:2], acknowledged, fsync) is None
-        disk = Disk(folder, dies_at, 1.0)
-        under_way = live(folder, disk, [("write", 1)], acknowledged, fsync)
-        check(folder, acknowledged, under_way or [], f"killed at step {dies_at}", disk)
-        disk.after_power_loss(left, lambda options, what: options[0])
-        check(left, acknowledged, [], f"power lost after a kill at step {dies_at}", Disk(left))
+        with Disk(folder) as disk:
+            assert live(folder, disk, ONCE[:2], acknowledged, fsync) is None
+        with Disk(folder, dies_at, 1.0) as disk:
+            under_way = live(folder, disk, [("write", 1)], acknowledged, fsync)
+            check(folder, acknowledged, under_way or [], f"killed at step {dies_at}", disk)
+            disk.after_power_loss(left, lambda options, what: options[0])
+        with Disk(left) as disk:
+            check(left, acknowledged, [], f"power lost after a kill at step {dies_at}", disk)
         if under_way is None:
             break
     assert dies_at > 10
@@ -310,15 +329,18 @@ def test_damage_is_refused_or_does_no_harm(
 ) -> None:
     """A byte flipped, a file removed or cut; with ``torn`` behind a last write that was cut off in the middle."""
     folder, acknowledged = next(scratch), list[Change]()
-    assert live(folder, Disk(folder), changes, acknowledged, "os") is None
+    with Disk(folder) as disk:
+        assert live(folder, disk, changes, acknowledged, "os") is None
     if torn:
-        disk = Disk(folder, part=data.draw(st.floats(0, 1), "part"))
-        with pytest.MonkeyPatch.context() as patch, DurableStore(folder, segment_bytes_max=SEGMENT_BYTES) as store:
+        with (
+            Disk(folder, part=data.draw(st.floats(0, 1), "part")) as disk,
+            pytest.MonkeyPatch.context() as patch,
+            DurableStore(folder, segment_bytes_max=SEGMENT_BYTES) as store,
+        ):
             patch.setattr(durable, "os", disk)
             disk.revive(1, disk.part)
             with pytest.raises(Killed):
                 store.create_project("torn")
-        disk.close_all()
     name = data.draw(st.sampled_from(sorted(path.name for path in folder.iterdir())), "file")
     path = folder / name
     content = path.read_bytes()

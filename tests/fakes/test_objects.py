@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import sys
 import threading
@@ -18,6 +17,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import urllib3
+from urllib3.util import wait_for_read
 
 from deltaproof.fakes.errors import InvalidParameter
 from deltaproof.fakes.objects import (
@@ -188,7 +188,7 @@ def test_an_error_comes_after_the_body_was_read(objects: ObjectStore) -> None:
     with socket.create_connection(("127.0.0.1", objects.port), timeout=10) as sock:
         head = f"PUT /{objects.bucket}/k HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\n\r\n"
         sock.sendall(head.encode() + b"bo")
-        assert not select.select([sock], [], [], 0.2)[0], "answered before the body was there"
+        assert not wait_for_read(sock, 0.2), "answered before the body was there"
         sock.sendall(b"dy")
         assert b" 503 " in sock.recv(100)
 

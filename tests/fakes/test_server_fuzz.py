@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import select
 import socket
 import struct
 import time
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from urllib3.util import wait_for_read
 
 from deltaproof.fakes.errors import FakeError
 from deltaproof.fakes.server import FeatureStoreServer, wire
@@ -234,7 +234,7 @@ def ask(server: FeatureStoreServer, request: bytes, *more: bytes) -> tuple[int, 
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock, suppress(ConnectionError):
         for part in (request, *more):
             sock.sendall(part)
-            select.select([sock], [], [], 0.1 if more else 0)
+            wait_for_read(sock, 0.1 if more else 0)
         while True:
             head, end, body = received.partition(b"\r\n\r\n")
             length = re.search(rb"(?i)content-length: *(\d+)", head)
