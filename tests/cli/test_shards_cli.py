@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pytest
+from alibabacloud_credentials.utils import auth_util
 
 from deltaproof import cli as command_line
 from deltaproof.fakes.server import FeatureStoreServer
@@ -56,6 +57,10 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     def run(*arguments: str, **environment: str) -> Typed:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
+        # Alibaba's module has read the environment before, when another test imported it.
+        for field in ("access_key_id", "access_key_secret"):
+            value = environment.get(f"ALIBABA_CLOUD_{field.upper()}")
+            monkeypatch.setattr(auth_util, f"environment_{field}", value)
         capsys.readouterr()
         code = command_line._guarded(lambda: command_line.app(list(arguments), standalone_mode=False))
         return Typed(code, *capsys.readouterr())
