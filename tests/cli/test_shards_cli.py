@@ -59,8 +59,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             monkeypatch.setenv(name, value)
         # Alibaba's module has read the environment before, when another test imported it.
         for field in ("access_key_id", "access_key_secret"):
-            value = environment.get(f"ALIBABA_CLOUD_{field.upper()}")
-            monkeypatch.setattr(auth_util, f"environment_{field}", value)
+            monkeypatch.setattr(auth_util, f"environment_{field}", environment.get(f"ALIBABA_CLOUD_{field.upper()}"))
         capsys.readouterr()
         code = command_line._guarded(lambda: command_line.app(list(arguments), standalone_mode=False))
         return Typed(code, *capsys.readouterr())
