@@ -21,6 +21,7 @@ from deltaproof.simulator.errors import KitError, ScenarioError
 from deltaproof.simulator.faults import Exhaustion, Policy, RankKill, RankRaise
 from deltaproof.simulator.history import values_at
 from deltaproof.simulator.processes import engine as engine_module
+from deltaproof.simulator.processes import supervisor as supervisor_module
 from deltaproof.simulator.scenario import Deadlines, Restart, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -239,7 +240,7 @@ def test_rows_that_went_to_another_version_alone_are_lost_even_when_a_peer_dies(
 
 def test_a_stopped_forkserver_is_an_error_of_the_kit_within_its_deadline(engine, monkeypatch) -> None:
     engine.run(SHORT)
-    monkeypatch.setattr(engine_module, "START_S", 1.0)
+    monkeypatch.setattr(supervisor_module, "START_S", 1.0)
     forkserver: Any = multiprocessing.forkserver._forkserver
     os.kill(forkserver._forkserver_pid, signal.SIGSTOP)
     with pytest.raises(KitError, match="no process could be started"):

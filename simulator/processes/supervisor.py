@@ -1,0 +1,270 @@
+"""Starting, watching and ending rank processes.
+
+Supervision has torchrun's semantics: when one rank fails, its peers get a grace period to end by themselves and are
+then ended. No code path waits for a process without a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping
+from multiprocessing.context import BaseContext, ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from ..errors import KitError
+from ..history import Event, RankOutcome, read_events
+from ..scenario import Scenario
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+#: How often, in seconds, the supervisor looks whether a rank raised that has not exited yet.
+POLL_S = 0.25
+#: The exit code that multiprocessing makes up when the forkserver cannot tell one any more.
+FORKSERVER_LOST = 255
+#: The exit code of a rank whose scenario or target cannot be run.
+BAD_INPUT = 2
+#: Seconds within which processes must start; the first start waits for the forkserver's imports.
+START_S = 120.0
+
+
+@contextlib.contextmanager
+def _starting(cache: Path) -> Iterator[None]:
+    """Around every start of a process: it gets no Ctrl-C, does not import ``__main__`` and leaves no folder behind.
+
+    A child imports its parent's main module anew: a console script, pytest or a user's notebook, once per rank. Nothing
+    that runs in a child comes from there, and a script without an ``if __name__`` guard would start itself again.
+    Ctrl-C is blocked, not ignored, so that the supervisor gets it a moment later and ends its children in order. torch
+    makes a cache folder when it is imported; ``cache`` says where, if the environment does not.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    unset = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    if unset:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    # Started in between, the resource tracker would unblock SIGINT again before the forkserver inherits the mask.
+    multiprocessing.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        if unset:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_processes(processes: list[BaseProcess], cache: Path) -> None:
+    """Start processes. Raises KitError when that takes longer than START_S: the forkserver is stopped or stuck."""
+
+    def start() -> None:
+        try:
+            with _starting(cache):
+                for process in processes:
+                    process.start()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            done.set()
+
+    failures: list[BaseException] = []
+    done = threading.Event()  # not Thread.join: interrupted, CPython 3.11 takes the thread for ended
+    if not isinstance(processes[0], ForkServerProcess):
+        # Not from a thread: the kernel would take the thread's end for the death of the parent (die_with_parent).
+        start()
+    else:
+        threading.Thread(target=start, name="deltaproof-start", daemon=True).start()
+        try:
+            done.wait(START_S)
+        except BaseException:
+            done.wait(30)  # interrupted: let the starts that are under way end, so that they can be undone
+            raise
+        if not done.is_set():
+            _kill_forkserver()
+            raise KitError(f"no process could be started within {START_S:g} s; was the forkserver stopped?")
+    for failure in failures:
+        if isinstance(failure, EOFError | ConnectionError):
+            _kill_forkserver()
+            raise KitError("the forkserver died while processes were starting") from failure
+        raise failure
+
+
+def _kill_forkserver() -> None:
+    """End it and wait until it is dead, so that the next start makes a new one."""
+    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing reaps it
+
+
+class Supervisor:
+    """Starts the ranks of one attempt, watches them, and ends those that outstay a deadline.
+
+    Its files lie in ``folder``: that of the run, or, after a restart, a folder of its own in it.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        attempt: int,
+        target: str,
+        endpoint: str,
+        folder: Path,
+        context: BaseContext,
+        secrets: Mapping[str, str],
+    ) -> None:
+        from . import rank as rank_module
+
+        self.scenario, self.attempt = scenario.of_attempt(attempt), attempt
+        self.folder = folder / f"attempt-{attempt}" if attempt else folder
+        self.folder.mkdir(exist_ok=True)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        self.events: list[Event] = []
+        self.stacks: dict[int, str] = {}
+        self.begin_ms = self.end_ms = 0.0
+        self._ended: dict[int, str] = {}
+        text = scenario.to_json()
+        common = (target, endpoint, str(self.folder), secrets, attempt, str(folder))
+        self.ranks: list[BaseProcess] = [
+            context.Process(  # type: ignore[attr-defined]
+                target=rank_module.main,
+                args=(rank_module.RankSpec(text, rank, *common),),
+                name=f"deltaproof-rank{rank}",
+            )
+            for rank in range(self.scenario.world_size)
+        ]
+
+    def start(self, cache: Path) -> None:
+        self.begin_ms = time.monotonic() * 1000
+        start_processes(self.ranks, cache)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank ended otherwise than well. A scenario that cannot be run is no failure of the job."""
+        return all(process.exitcode != BAD_INPUT for process in self.ranks) and any(p.exitcode for p in self.ranks)
+
+    def all_events(self) -> list[Event]:
+        """The supervisor's own, and what the ranks wrote."""
+        ranks = range(len(self.ranks))
+        return [*self.events, *(e for rank in ranks for e in read_events(self.folder / f"rank{rank}.events.jsonl"))]
+
+    def wait(self) -> None:
+        """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the
+        grace."""
+        deadlines = self.scenario.deadlines
+        limit = time.monotonic() + deadlines.run_s
+        failed = False
+        waiting = {p.sentinel: rank for rank, p in enumerate(self.ranks)}
+        while waiting:
+            left_s = limit - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), POLL_S))
+            for sentinel in ready:
+                rank = waiting.pop(cast(int, sentinel))
+                process = self.ranks[rank]
+                process.join()
+                self._note("rank-exit", rank, exitcode=process.exitcode)
+            if not failed and self._some_rank_failed():
+                failed = True
+                limit = min(limit, time.monotonic() + deadlines.grace_s)
+            if not ready and time.monotonic() >= limit:
+                self._end_rest(sorted(waiting.values()), "ended" if failed else "deadline")
+                break
+        self.end_ms = time.monotonic() * 1000
+
+    def _some_rank_failed(self) -> bool:
+        """A rank exited with an error, or raised and has not exited yet."""
+        return any(
+            process.exitcode or (self.folder / f"rank{rank}.failed").exists() for rank, process in enumerate(self.ranks)
+        )
+
+    def _end_rest(self, ranks: list[int], why: str) -> None:
+        # A rank that raised but lives on has a deadline of its own: it hangs, whatever its peers do.
+        for rank in ranks:
+            self._ended[rank] = "deadline" if (self.folder / f"rank{rank}.failed").exists() else why
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.ranks[rank].pid or -1, signal.SIGUSR1)
+        self._await_stacks(ranks)
+        for rank in ranks:
+            self._note("rank-ended-by-supervisor", rank, why=self._ended[rank])
+        end_processes([self.ranks[rank] for rank in ranks])
+        for rank in ranks:
+            path = self.folder / f"rank{rank}.stacks"
+            self.stacks[rank] = path.read_text(errors="replace") if path.exists() else ""
+
+    def _await_stacks(self, ranks: list[int]) -> None:
+        """Give the ranks up to a second to print their stacks; faulthandler writes them from the signal handler."""
+        limit = time.monotonic() + 1.0
+        paths = [self.folder / f"rank{rank}.stacks" for rank in ranks]
+        while time.monotonic() < limit and not all(p.exists() and p.stat().st_size for p in paths):
+            multiprocessing.connection.wait([self.ranks[r].sentinel for r in ranks], timeout=0.02)
+
+    def _note(self, kind: str, rank: int, **data: Any) -> None:
+        event = Event(t_ms=time.monotonic() * 1000, who="supervisor", kind=kind, rank=rank, data=data)
+        self.events.append(msgspec.structs.replace(event, attempt=self.attempt))
+
+    def outcomes(self) -> list[RankOutcome]:
+        """How each rank ended, from its exit code and from what it wrote before. Raises KitError when it was not the
+        target that ended it."""
+        result = []
+        for rank, process in enumerate(self.ranks):
+            code = process.exitcode
+            mine = read_events(self.folder / f"rank{rank}.events.jsonl")
+            error = next((e for e in mine if e.kind == "error"), None)
+            if rank in self._ended:
+                status = self._ended[rank]
+            elif code is not None and code < 0:
+                status = "killed"
+            elif error is not None and code:
+                status = "error"
+            elif code == 0 and any(e.kind == "rank-end" for e in mine):
+                status = "ok"
+            else:
+                status = "vanished"
+            text = "" if error is None else f"{error.data['type']}: {error.data['message']}"
+            tail = _tail(self.folder, rank)
+            if code == os.EX_IOERR:
+                raise KitError(f"rank {rank} could not record the run: {tail}")
+            if status == "vanished":
+                text = text or tail
+            steps = () if error is None else tuple(error.data.get("unacknowledged", ()))
+            where = "" if error is None else error.data.get("where", "")
+            result.append(RankOutcome(rank, status, code, text, where, steps, self.attempt))
+        if all(outcome.exitcode == FORKSERVER_LOST for outcome in result):
+            raise KitError("the forkserver died while the ranks were running")
+        for outcome in result:
+            if outcome.status == "vanished" and not (self.folder / f"rank{outcome.rank}.events.jsonl").exists():
+                raise KitError(
+                    f"rank {outcome.rank} ended before it could start (exit code {outcome.exitcode}): {outcome.error}"
+                )
+        return result
+
+
+def _tail(folder: Path, rank: int) -> str:
+    path = folder / f"rank{rank}.log"
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else "it printed nothing"
+
+
+def end_processes(processes: list[BaseProcess]) -> None:
+    """SIGKILL and reap; a process that was never started is skipped."""
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join(10)
