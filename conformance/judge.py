@@ -13,6 +13,8 @@ def judge(history: History) -> Report:
     A broken property always counts. A run in which a planned fault never struck, or in which nothing could be checked,
     proves nothing however well it went, and is *not exercised*. Kit errors are raised by the engine, never judged here.
     """
+    if history.incomplete:
+        return Report(history, [], Verdict.NOT_EXERCISED, history.incomplete)
     findings = [prop(history) for prop in PROPERTIES.values()]
     broken = [f.property for f in findings if f.verdict is Verdict.BROKEN]
     if broken:

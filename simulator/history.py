@@ -122,8 +122,10 @@ class EventWriter:
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._lock = threading.Lock()
 
-    def write(self, kind: str, *, step: int | None = None, **data: Any) -> None:
-        event = Event(t_ms=self._monotonic_s() * 1000, who=self._who, kind=kind, rank=self._rank, step=step, data=data)
+    def write(self, kind: str, *, step: int | None = None, rank: int | None = None, **data: Any) -> None:
+        """``rank``: of whom the event tells, where that is not the writer's own."""
+        about = self._rank if rank is None else rank
+        event = Event(t_ms=self._monotonic_s() * 1000, who=self._who, kind=kind, rank=about, step=step, data=data)
         if self._attempt:
             event = msgspec.structs.replace(event, attempt=self._attempt)
         line = self._encoder.encode(event) + b"\n"
@@ -334,7 +336,8 @@ class History:
     index; ``schedule``: the choices of the virtual engine's scheduler, which repeat the run; ``planted``: names of the
     secrets that were planted, and searched for in every file that the run left; ``leaks``: where one was found;
     ``attempts``: all starts of the job, when there were several (``starts`` has them always); ``outcomes`` are those of
-    the last one; ``retained``: the copies of acknowledged deltas that the ranks left, None when they kept none."""
+    the last one; ``retained``: the copies of acknowledged deltas that the ranks left, None when they kept none;
+    ``incomplete``: why this is not all that there was to observe, so that nothing can be judged by it."""
 
     scenario: Scenario
     target: str
@@ -354,6 +357,20 @@ class History:
     leaks: list[Leak] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     retained: list[Shard] | None = None
+    incomplete: str = ""
+
+    def save(self, folder: Path) -> Path:
+        """Write everything into a folder, which is made. Raises ScenarioError where there is a history, and OSError."""
+        from . import recorded
+
+        return recorded.save(self, folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> History:
+        """Read what ``save`` wrote, or the folder of a run that was cut short. Raises ScenarioError with one line."""
+        from . import recorded
+
+        return recorded.load(folder)
 
     @property
     def starts(self) -> list[Attempt]:
