@@ -825,9 +825,10 @@ class Store:
         """Raises EntityNotFound, InUse."""
         with self._lock:
             self.entity(project, name)
-            users = [view.spec.name for view in self._views.values() if view.spec.entity == name]
+            users = [f"view {spec.name}" for spec in self.views(project) if spec.entity == name]
+            users += [f"entity {spec.name}" for spec in self.entities(project) if spec.parent == name]
             if users:
-                raise InUse(f"entity {name} of project {project} is used by view {users[0]}")
+                raise InUse(f"entity {name} of project {project} is used by {users[0]}")
             self._record("drop-entity", {"project": project, "name": name})
             del self._entities[project, name]
             del self._created_ms["entity", project, name]

@@ -349,6 +349,18 @@ def test_the_catalogue(store: Store) -> None:
     assert store.entity("other", "new_entity").join_id == "new_entity_id"
 
 
+def test_an_entity_is_in_use_by_views_and_entities_of_its_own_project_alone(store: Store) -> None:
+    store.create_view(ViewSpec("other", "view", "entity"))
+    store.drop_view(PROJECT, VIEW)
+    store.create_entity(EntitySpec(PROJECT, "child", "id", parent="entity"))
+    with pytest.raises(InUse, match="used by entity child"):
+        store.drop_entity(PROJECT, "entity")
+    store.drop_entity(PROJECT, "child")
+    store.drop_entity(PROJECT, "entity")
+    with pytest.raises(InUse, match="project other is used by view view"):
+        store.drop_entity("other", "entity")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
