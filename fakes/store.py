@@ -460,6 +460,11 @@ class Snapshot(NamedTuple):
         """Of the whole snapshot as Arrow columns."""
         return sum(len(image.order) * _row_bytes(pk, image.value_bytes) for pk, image in self.parts)
 
+    def arrays(self) -> dict[int, int]:
+        """What it keeps in memory: the identity of each array and its bytes, room for rows to come included."""
+        parts = (part if part.base is None else part.base for _, image in self.parts for part in image)
+        return {id(part): part.nbytes for part in parts}
+
     def batches(self, rows_max: int = SCAN_ROWS_MAX) -> Iterator[pa.RecordBatch]:
         """Batches of at most ``rows_max`` rows and about ``SCAN_BYTES_MAX`` bytes, ordered by pk then sk.
 

@@ -36,6 +36,7 @@ from .faults import FaultPlan, Turns
 from .signature import Verifier
 
 SNAPSHOTS_MAX: Final = 64
+SNAPSHOTS_BYTES_MAX: Final = 2**30  # in memory for the older of them, and not for the newest
 REQUESTS_MAX: Final = 200_000
 INSTANCE_ID: Final = "featurestore-cn-deltaproof"
 WORKSPACE_ID: Final = "1"
@@ -82,6 +83,39 @@ class RequestEntry(msgspec.Struct):
     end_ms: float = 0.0
 
 
+class _Kept:
+    """Snapshots by id. The oldest is dropped while there are more than ``SNAPSHOTS_MAX``, or while the older ones keep
+    more than ``SNAPSHOTS_BYTES_MAX`` in memory that the newest does not. The newest stays, whatever its size.
+
+    Snapshots between which old rows were not written share their columns: shared memory counts once.
+    """
+
+    def __init__(self) -> None:
+        self._all: collections.OrderedDict[str, tuple[tuple[str, str], Snapshot]] = collections.OrderedDict()
+        self._uses: collections.Counter[int] = collections.Counter()  # of each array, by its identity
+        self._bytes = 0
+
+    def add(self, table: tuple[str, str], snapshot: Snapshot) -> str:
+        snapshot_id = uuid.uuid4().hex
+        self._all[snapshot_id] = table, snapshot
+        newest = snapshot.arrays()
+        self._bytes += sum(size for array, size in newest.items() if not self._uses[array])
+        self._uses.update(newest.keys())
+        bytes_max = SNAPSHOTS_BYTES_MAX + sum(newest.values())
+        while len(self._all) > SNAPSHOTS_MAX or self._bytes > bytes_max:
+            oldest = self._all.popitem(last=False)[1][1].arrays()
+            self._uses.subtract(oldest.keys())
+            for array, size in oldest.items():
+                if not self._uses[array]:
+                    del self._uses[array]
+                    self._bytes -= size
+        return snapshot_id
+
+    def get(self, table: tuple[str, str], snapshot_id: str) -> Snapshot | None:
+        owner, snapshot = self._all.get(snapshot_id, (None, None))
+        return snapshot if owner == table else None
+
+
 class ServerState:
     """One server's state; ``reset()`` makes it pristine. Ids are given on first sight, so views made directly on the
     store appear in the control plane too. ``lock`` guards the fault plan and the log against other threads.
@@ -116,7 +150,7 @@ class ServerState:
             self._seq = itertools.count()
             self._ids: dict[tuple[str, ...], str] = {}
             self._objects: dict[tuple[str, str], tuple[str, ...]] = {}
-            self._snapshots: collections.OrderedDict[str, tuple[tuple[str, str], Snapshot]] = collections.OrderedDict()
+            self._snapshots = _Kept()
 
     def open_entry(self, route: str) -> RequestEntry:
         return RequestEntry(next(self._seq), uuid.uuid4().hex, time.monotonic() * 1000, route)
@@ -231,16 +265,12 @@ class ServerState:
     # Snapshots
 
     def keep_snapshot(self, project: str, view: str, snapshot: Snapshot) -> str:
-        """Remember a snapshot and return its id; the oldest of more than ``SNAPSHOTS_MAX`` is dropped."""
-        snapshot_id = uuid.uuid4().hex
-        self._snapshots[snapshot_id] = ((project, view), snapshot)
-        while len(self._snapshots) > SNAPSHOTS_MAX:
-            self._snapshots.popitem(last=False)
-        return snapshot_id
+        """Remember a snapshot and return its id; older ones may have to go (``SNAPSHOTS_MAX``, ``_BYTES_MAX``)."""
+        return self._snapshots.add((project, view), snapshot)
 
     def snapshot(self, project: str, view: str, snapshot_id: str) -> Snapshot:
-        table, snapshot = self._snapshots.get(snapshot_id, (None, None))
-        if snapshot is None or table != (project, view):
+        snapshot = self._snapshots.get((project, view), snapshot_id)
+        if snapshot is None:
             raise SnapshotNotFound(f"no snapshot {snapshot_id[:80]!r} of view {project}/{view}")
         return snapshot
 
