@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..simulator.errors import KitError
 from ..simulator.explore import explore
-from ..simulator.processes.rank import die_with_parent
+from ..simulator.processes.lifeline import die_with_parent
 from ..simulator.scenario import Scenario
 from ..simulator.strategies import scenarios
 from .check import check, save_failure
