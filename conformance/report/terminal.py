@@ -1,0 +1,95 @@
+"""A report for a terminal: the verdict, what broke and how to repeat it, and the table of properties by faults."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .document import Cell, Document, Failure
+
+COLOURS = {
+    "held": "green",
+    "broken": "bold red",
+    "not exercised": "yellow",
+    "not tested": "dim",
+    "kit error": "bold magenta",
+}
+#: Lines of one failure's text that are shown; report.html has all.
+LINES_MAX = 24
+
+
+def print_report(document: Document, out: Console) -> None:
+    """Print all of it: table, failures, what was not tested and why, verdict last, where a reader's eye is."""
+    out.print(table(document))
+    for failure in document.failures:
+        print_failure(failure, out)
+    for verdict in ("kit error", "not exercised", "not tested"):
+        reasons: dict[str, list[str]] = {}
+        for run in document.runs:
+            if run.verdict == verdict:
+                reasons.setdefault(run.reason, []).append(run.name)
+        for reason, names in reasons.items():
+            few = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            out.print(Text(f"{verdict}: {few}: {reason}", COLOURS[verdict]), soft_wrap=True)
+    out.print(Text(headline(document), COLOURS[document.verdict]), soft_wrap=True)
+    if document.repeat:
+        out.print(Text(f"seed {document.seed}; all of it again: {document.repeat}"), soft_wrap=True)
+
+
+def headline(document: Document) -> str:
+    """The verdict in one sentence."""
+    broken = sorted({cell.property for cell in document.cells if cell.verdict == "broken"})
+    judged = [run for run in document.runs if run.findings]
+    compared = sum(run.rows_compared for run in judged)
+    runs = f"{len(judged)} of {len(document.runs)} runs judged, {compared} rows compared bit by bit"
+    if document.verdict == "broken":
+        return f"BROKEN: {document.target} breaks {len(broken)} of {len(document.properties)} properties ({runs})"
+    if document.verdict == "held":
+        return f"HELD: nothing that {document.target} was asked for broke ({runs})"
+    if document.verdict == "kit error":
+        return f"KIT ERROR: deltaproof itself failed, so this says nothing certain about {document.target} ({runs})"
+    return f"{document.verdict.upper()}: nothing is known about {document.target} ({runs})"
+
+
+def table(document: Document) -> Table:
+    """Property by fault family: how many runs held, or broke of how many; ``-`` not tested, ``?`` not exercised."""
+    found = Table(box=None, pad_edge=False)
+    found.add_column("property")
+    for family in document.families:
+        found.add_column("no fault" if family == "none" else family, justify="right")
+    for property in document.properties:
+        cells = [document.cell(property.name, family) for family in document.families]
+        found.add_row(property.name, *(Text(short(cell), COLOURS[cell.verdict]) for cell in cells))
+    found.caption = (
+        "n: held in n runs; m/n: broken in m of n; ?: nothing to check or a fault never struck; -: not tested"
+    )
+    found.caption_justify = "left"
+    return found
+
+
+def short(cell: Cell) -> str:
+    """A cell in a few characters."""
+    if cell.verdict == "broken":
+        return f"{cell.broken}/{cell.broken + cell.held} broken"
+    return {"held": str(cell.held), "not exercised": "?", "not tested": "-", "kit error": "kit error"}[cell.verdict]
+
+
+def print_failure(failure: Failure, out: Console) -> None:
+    """What broke in the smallest run found, in words, and the command that repeats it."""
+    out.print()
+    out.print(Text(f"BROKEN {failure.property}", "bold red"), Text(f"in {failure.run.name}, seed {failure.run.seed}"))
+    for sentence in failure.in_words:
+        out.print(Text(f"  {sentence}", "dim"), soft_wrap=True)
+    finding = failure.run.finding(failure.property)
+    if finding is not None and finding.violations:
+        head, *lines = finding.violations[0].text
+        out.print(Text(head, "red"), soft_wrap=True)
+        for line in lines[:LINES_MAX]:
+            out.print(Text(line), soft_wrap=True)
+        if finding.violations_total > 1:
+            out.print(Text(f"  ... and {finding.violations_total - 1} more violations of {failure.property}"))
+    if failure.also:
+        out.print(Text(f"  it broke in {len(failure.also)} more runs: {', '.join(failure.also[:8])}"), soft_wrap=True)
+    if failure.replay:
+        out.print(Text(f"  repeat with: {failure.replay}"), soft_wrap=True)

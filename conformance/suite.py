@@ -1,0 +1,326 @@
+"""A suite: one target, many scenarios, and what came of each. The command line and the pytest plugin both run suites.
+
+A scenario that cannot be asked of a target, or that the kit failed at, is part of the suite as well: nothing that was
+not judged is ever counted as held.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ..simulator.errors import KitError, ScenarioError
+from ..simulator.scenario import Scenario
+from .check import Engine, check, save_failure
+from .explain import as_dict, explain
+from .properties import PROPERTIES
+from .report.document import (
+    Cell,
+    Document,
+    Failure,
+    FaultReport,
+    FindingReport,
+    PropertyReport,
+    RankReport,
+    RunReport,
+    VerdictName,
+    ViolationReport,
+)
+from .report.timeline import story, timeline
+from .report.words import in_words
+from .shrink import breaks, shrink
+from .verdict import Finding, Report, Verdict, Violation
+
+#: The family of scenarios in which nothing goes wrong.
+CALM = "none"
+#: In the order of DESIGN.md. Restarts are planned by a scenario's ``restarts`` as well as by faults.
+FAMILIES = (CALM, "exhaustion", "rank", "clock", "names", "store", "credentials", "data", "disk", "restart")
+
+
+def families(scenario: Scenario) -> tuple[str, ...]:
+    """Families of the faults that a scenario plans, in the order of reports; (``none``,) when it plans none."""
+    found = {fault.family for fault in scenario.faults} | ({"restart"} if scenario.restarts else set())
+    order = [*FAMILIES, *sorted(found - set(FAMILIES))]
+    return tuple(family for family in order if family in found) or (CALM,)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A scenario of a suite and what came of it: the judged ``report``; None when it was not run, or the kit failed."""
+
+    scenario: Scenario
+    told: RunReport
+    report: Report | None = None
+
+
+def run_one(engine: Engine, scenario: Scenario, target: str, missing: str | None = None, name: str = "") -> Run:
+    """Run one scenario, and never call it held when it was not judged.
+
+    ``missing``: why it cannot be asked of this target or engine, called ``name``; then it is *not tested*. Raises
+    ScenarioError for bad input, such as a target that cannot be imported.
+    """
+    if missing:
+        return Run(scenario, _unjudged(scenario, target, name, "not tested", missing))
+    try:
+        report = check(engine, scenario, target)
+    except KitError as error:
+        return Run(scenario, _unjudged(scenario, target, name, "kit error", str(error)))
+    except ScenarioError:
+        raise
+    except Exception as error:
+        # A fault of the kit, such as a property that cannot read a history.
+        text = f"{type(error).__name__}: {error}"
+        return Run(scenario, _unjudged(scenario, target, name, "kit error", text))
+    return Run(scenario, describe(report), report)
+
+
+def _unjudged(scenario: Scenario, target: str, engine: str, verdict: VerdictName, reason: str) -> RunReport:
+    faults = [FaultReport(kind=f.kind, family=f.family, text=f.describe(), fired=0) for f in scenario.faults]
+    return RunReport(
+        name=scenario.name,
+        seed=scenario.seed,
+        families=list(families(scenario)),
+        scenario=json.loads(scenario.to_json()),
+        target=target,
+        engine=engine,
+        verdict=verdict,
+        reason=reason,
+        expected=scenario.expect,
+        faults=faults,
+    )
+
+
+def describe(report: Report) -> RunReport:
+    """A judged run as plain data."""
+    history = report.history
+    scenario = history.scenario
+    told = _unjudged(scenario, history.target, history.engine, report.verdict.value, report.reason)
+    for fault, fired in zip(told.faults, history.fired, strict=True):
+        fault.fired = fired
+    told.succeeded = history.succeeded
+    told.outcome = outcome(report)
+    told.rows_compared = report.rows_compared
+    told.ranks = [
+        RankReport(rank=o.rank, status=o.status, exitcode=o.exitcode, error=o.error) for o in history.outcomes
+    ]
+    told.findings = [_finding(report, finding) for finding in report.findings]
+    told.wall_s = round(history.wall_s, 3)
+    return told
+
+
+def outcome(report: Report) -> str:
+    """How the job ended, in words."""
+    history = report.history
+    if history.succeeded:
+        return "succeeded"
+    return "failed: " + ", ".join(f"rank {o.rank} {o.status}" for o in history.outcomes if o.status != "ok")
+
+
+def _finding(report: Report, finding: Finding) -> FindingReport:
+    return FindingReport(
+        property=finding.property,
+        verdict=finding.verdict.value,
+        checked=finding.checked,
+        unit=finding.unit,
+        reason=finding.reason,
+        violations_total=finding.total,
+        violations=[_violation(report, violation) for violation in finding.violations],
+    )
+
+
+def _violation(report: Report, violation: Violation) -> ViolationReport:
+    plain = as_dict(violation)
+    del plain["property"]
+    text = explain(violation, report.history.start_ms)
+    return ViolationReport(**plain, text=text, story=story(report.history, violation))
+
+
+@dataclass
+class Suite:
+    """What a target was asked, and what came of it.
+
+    ``scenarios``: all that the profile plans, whether run or not. ``program``: how ``deltaproof`` is called;
+    ``repeat``: the command that runs all of it again.
+    """
+
+    target: str
+    engine: str
+    profile: str
+    seed: int
+    scenarios: Sequence[Scenario]
+    program: str = "deltaproof"
+    repeat: str = ""
+    runs: dict[str, RunReport] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def __post_init__(self) -> None:
+        self._broken: dict[str, Report] = {}
+
+    def add(self, run: Run) -> None:
+        """Count a run; its history is kept only while a failure may have to be explained."""
+        self.runs[run.scenario.name] = run.told
+        if run.report is not None and run.report.verdict is Verdict.BROKEN:
+            self._broken[run.scenario.name] = run.report
+
+    def merge(self, runs: Iterable[RunReport], failures: Iterable[Failure]) -> None:
+        """Count what another process of the same suite did. A run that both did counts once."""
+        for run in runs:
+            self.runs.setdefault(run.name, run)
+        for failure in failures:
+            if not any(_same(failure, mine) for mine in self.failures):
+                self.failures.append(failure)
+
+    def explain(
+        self, run: Callable[[Scenario], Report | None], folder: Path | None, seconds: float, names: Iterable[str] = ()
+    ) -> None:
+        """Find a smallest failing scenario for each broken property and cause, within about ``seconds`` each.
+
+        ``run``: judges a scenario on this suite's engine and target, None when it cannot; ``folder``: where failure
+        files go, if anywhere; ``names``: of the scenarios to explain, all when none is given. A broken run needs no
+        explanation of its own when the faults of a smaller failure of that property are among its own.
+        """
+        known_runs: dict[str, Report | None] = {}
+
+        def once(scenario: Scenario) -> Report | None:
+            text = scenario.to_json()
+            if text not in known_runs:
+                known_runs[text] = run(scenario)
+            return known_runs[text]
+
+        smaller: dict[str, list[Report]] = {}
+        chosen = set(names) or set(self._broken)
+        broken = sorted((r for n, r in self._broken.items() if n in chosen), key=lambda r: _size(r.history.scenario))
+        for property in PROPERTIES:
+            for report in broken:
+                name, kinds = report.history.scenario.name, _kinds(report.history.scenario)
+                if not breaks(report, property):
+                    continue
+                mine = [f for f in self.failures if f.property == property]
+                if any(name == f.shrunk_from or name in f.also for f in mine):
+                    continue
+                known = next((f for f in mine if {fault.kind for fault in f.run.faults} <= kinds), None)
+                if known is not None:
+                    known.also.append(name)
+                    continue
+                # What one property's failure was made of often is all that another's needs.
+                start = next((r for r in smaller.get(name, []) if breaks(r, property)), report)
+                found = shrink(once, start, property, seconds)
+                smaller.setdefault(name, []).append(found.report)
+                self.failures.append(self._failure(property, found.report, name, found.runs, folder))
+
+    def _failure(self, property: str, report: Report, shrunk_from: str, runs: int, folder: Path | None) -> Failure:
+        violation = next(v for v in report.violations if v.property == property)
+        failure = Failure(
+            property=property,
+            run=describe(report),
+            in_words=in_words(report.history.scenario),
+            timeline=timeline(report.history, violation),
+            shrunk_from=shrunk_from,
+            shrink_runs=runs,
+        )
+        if folder is not None:
+            path = save_failure(report, folder)
+            failure.file = str(path)
+            failure.replay = f"{self.program} replay {shlex.quote(str(path))} --engine {self.engine}"
+        return failure
+
+    # ---------------------------------------------------------------------------------------------------- summary
+    @property
+    def verdict(self) -> VerdictName:
+        """Kit error before broken before held before not exercised before not tested; of no run: not exercised."""
+        verdicts = {run.verdict for run in self.runs.values()}
+        order: tuple[VerdictName, ...] = ("kit error", "broken", "held", "not exercised", "not tested")
+        return next((verdict for verdict in order if verdict in verdicts), "not exercised")
+
+    def cell(self, property: str, family: str) -> Cell:
+        """One property under the faults of one family."""
+        planned = [s.name for s in self.scenarios if family in families(s)]
+        runs = [self.runs[name] for name in planned if name in self.runs]
+        judged = [judge_cell(run, property) for run in runs]
+        counts = Counter(verdict for verdict, _ in judged)
+        verdict = next((v for v in ("kit error", "broken", "held", "not exercised") if counts[v]), "not tested")
+        reasons = [reason for found, reason in judged if found == verdict and reason]
+        if not planned:
+            reasons = ["the profile has no scenario with such a fault"]
+        elif not runs:
+            reasons = ["not run: it was not selected"]
+        return Cell(
+            property=property,
+            family=family,
+            verdict=verdict,  # type: ignore[arg-type]
+            held=counts["held"],
+            broken=counts["broken"],
+            not_exercised=counts["not exercised"],
+            not_tested=counts["not tested"] + len(planned) - len(runs),
+            kit_errors=counts["kit error"],
+            reason="; ".join(dict.fromkeys(reasons)),
+        )
+
+    def document(self) -> Document:
+        """The report so far."""
+        from .. import __version__
+
+        shown = [f for f in FAMILIES if any(f in families(s) for s in self.scenarios)]
+        return Document(
+            kit=__version__,
+            target=self.target,
+            engine=self.engine,
+            profile=self.profile,
+            seed=self.seed,
+            verdict=self.verdict,
+            began=self.began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            wall_s=round((datetime.now(UTC) - self.began).total_seconds(), 1),
+            repeat=self.repeat,
+            properties=[_property(name) for name in PROPERTIES],
+            families=shown,
+            cells=[self.cell(property, family) for property in PROPERTIES for family in shown],
+            failures=sorted(self.failures, key=lambda f: list(PROPERTIES).index(f.property)),
+            runs=[self.runs[s.name] for s in self.scenarios if s.name in self.runs],
+        )
+
+
+def judge_cell(run: RunReport, property: str) -> tuple[VerdictName, str]:
+    """What one run says of one property, and why when it says nothing.
+
+    A violation counts whatever else happened. A run in which a planned fault never struck holds nothing.
+    """
+    finding = run.finding(property)
+    if finding is None:
+        return run.verdict, run.reason
+    if finding.verdict == "broken":
+        return "broken", finding.violations[0].message if finding.violations else ""
+    if run.verdict == "not exercised":
+        return "not exercised", run.reason
+    return finding.verdict, finding.reason
+
+
+def _property(name: str) -> PropertyReport:
+    text = " ".join((PROPERTIES[name].__doc__ or "").replace("``", "").split())
+    rule, _, why = text.partition(". ")
+    return PropertyReport(name=name, rule=rule.rstrip(".") + ".", why=why)
+
+
+def _kinds(scenario: Scenario) -> set[str]:
+    return {fault.kind for fault in scenario.faults}
+
+
+def _size(scenario: Scenario) -> tuple[int, ...]:
+    """Scenarios that say most about a cause come first: few faults, restarts, tables, ranks and steps."""
+    return (
+        len(scenario.faults),
+        len(scenario.restarts),
+        len(scenario.tables),
+        scenario.world_size,
+        scenario.workload.steps,
+        scenario.seed,
+    )
+
+
+def _same(left: Failure, right: Failure) -> bool:
+    return left.property == right.property and left.run.scenario == right.run.scenario
