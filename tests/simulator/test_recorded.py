@@ -98,6 +98,7 @@ def test_every_field_is_kept(tmp_path) -> None:
         assert kind in (str, bool, int, float), f"set History.{name} in this test"
         setattr(history, name, kind(7))
     assert same(History.load(history.save(tmp_path / "h")), history)
+    json.loads((tmp_path / "h" / "meta.json").read_bytes(), parse_constant=pytest.fail)  # no Infinity: other readers
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.json"))[::6], ids=lambda p: p.stem)
@@ -125,6 +126,8 @@ def test_same_run_same_fingerprint_other_seed_another() -> None:
     assert fingerprint(first) == fingerprint(second)
     assert fingerprint(VirtualEngine().run(msgspec.structs.replace(scenario, seed=4))) != fingerprint(first)
     assert fingerprint(dataclasses.replace(first, events=first.events[:-1])) != fingerprint(first)
+    cut = pa.concat_tables([first.writes.slice(0, 1), first.writes.slice(1)])
+    assert fingerprint(dataclasses.replace(first, writes=cut)) == fingerprint(first)
 
 
 def test_a_folder_keeps_its_first_history(tmp_path) -> None:
@@ -175,6 +178,15 @@ def test_damage_anywhere_is_told_and_never_read(tmp_path, saved, seed: int) -> N
         assert str(tmp_path) in refused
     else:
         assert same(found, history), f"{damage} of {name} at {at}"  # a blank between two JSON values
+
+
+def test_a_changed_word_is_told(tmp_path, saved) -> None:
+    for path in (p for p in saved[0].iterdir() if p.is_file()):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    meta = json.loads((saved[0] / "meta.json").read_bytes())
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "target": "another"}))
+    with pytest.raises(ScenarioError, match=r"meta\.json is not what was saved"):
+        History.load(tmp_path)
 
 
 def test_a_newer_version_is_refused(tmp_path, saved) -> None:
