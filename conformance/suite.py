@@ -58,14 +58,14 @@ class Run:
     report: Report | None = None
 
 
-def run_one(engine: Engine, scenario: Scenario, target: str, missing: str | None = None, name: str = "") -> Run:
+def run_one(engine: Engine | None, scenario: Scenario, target: str, missing: str | None = None, name: str = "") -> Run:
     """Run one scenario, and never call it held when it was not judged.
 
-    ``missing``: why it cannot be asked of this target or engine, called ``name``; then it is *not tested*. Raises
-    ScenarioError for bad input, such as a target that cannot be imported.
+    ``missing``: why it cannot be asked of this target or engine, called ``name``; then it is *not tested*, and needs no
+    engine. Raises ScenarioError for bad input, such as a target that cannot be imported.
     """
-    if missing:
-        return Run(scenario, _unjudged(scenario, target, name, "not tested", missing))
+    if missing or engine is None:
+        return Run(scenario, _unjudged(scenario, target, name, "not tested", missing or "no engine"))
     try:
         report = check(engine, scenario, target)
     except KitError as error:
@@ -177,13 +177,19 @@ class Suite:
                 self.failures.append(failure)
 
     def explain(
-        self, run: Callable[[Scenario], Report | None], folder: Path | None, seconds: float, names: Iterable[str] = ()
+        self,
+        run: Callable[[Scenario], Report | None],
+        folder: Path | None,
+        seconds: float,
+        names: Iterable[str] = (),
+        properties: Iterable[str] = tuple(PROPERTIES),
     ) -> None:
         """Find a smallest failing scenario for each broken property and cause, within about ``seconds`` each.
 
         ``run``: judges a scenario on this suite's engine and target, None when it cannot; ``folder``: where failure
-        files go, if anywhere; ``names``: of the scenarios to explain, all when none is given. A broken run needs no
-        explanation of its own when the faults of a smaller failure of that property are among its own.
+        files go, if anywhere; ``names``: of the scenarios to explain, all when none is given, by what broke of
+        ``properties``. A broken run needs no explanation of its own when the faults of a smaller failure of that
+        property are among its own.
         """
         known_runs: dict[str, Report | None] = {}
 
@@ -196,7 +202,7 @@ class Suite:
         smaller: dict[str, list[Report]] = {}
         chosen = set(names) or set(self._broken)
         broken = sorted((r for n, r in self._broken.items() if n in chosen), key=lambda r: _size(r.history.scenario))
-        for property in PROPERTIES:
+        for property in properties:
             for report in broken:
                 name, kinds = report.history.scenario.name, _kinds(report.history.scenario)
                 if not breaks(report, property):

@@ -20,10 +20,24 @@ LINES_MAX = 24
 
 
 def print_report(document: Document, out: Console) -> None:
-    """Print all of it: table, failures, what was not tested and why, verdict last, where a reader's eye is."""
+    """Print all of it: failures, table, what proves nothing and why, and the verdict last, where a reader's eye is."""
+    shown: set[str] = set()
+    for failure in document.failures:
+        out.print()
+        if failure.property in shown:  # the same rule in another way: a line is enough
+            out.print(Text(_brief(failure), "red"), soft_wrap=True)
+        else:
+            out.print(Text(failure_text(failure)), soft_wrap=True)
+        shown.add(failure.property)
+    print_summary(document, out)
+
+
+def print_summary(document: Document, out: Console) -> None:
+    """Print the table, how to repeat each failure, what proves nothing and why, and the verdict."""
     out.print(table(document))
     for failure in document.failures:
-        print_failure(failure, out)
+        if failure.replay:
+            out.print(Text(_brief(failure), "red"), soft_wrap=True)
     for verdict in ("kit error", "not exercised", "not tested"):
         reasons: dict[str, list[str]] = {}
         for run in document.runs:
@@ -34,7 +48,12 @@ def print_report(document: Document, out: Console) -> None:
             out.print(Text(f"{verdict}: {few}: {reason}", COLOURS[verdict]), soft_wrap=True)
     out.print(Text(headline(document), COLOURS[document.verdict]), soft_wrap=True)
     if document.repeat:
-        out.print(Text(f"seed {document.seed}; all of it again: {document.repeat}"), soft_wrap=True)
+        out.print(Text(f"all of it again: {document.repeat}"), soft_wrap=True)
+
+
+def _brief(failure: Failure) -> str:
+    under = ", ".join(fault.kind for fault in failure.run.faults) or "no fault"
+    return f"BROKEN {failure.property} under {under} ({failure.run.name}): {failure.replay or 'see the report'}"
 
 
 def headline(document: Document) -> str:
@@ -75,21 +94,18 @@ def short(cell: Cell) -> str:
     return {"held": str(cell.held), "not exercised": "?", "not tested": "-", "kit error": "kit error"}[cell.verdict]
 
 
-def print_failure(failure: Failure, out: Console) -> None:
+def failure_text(failure: Failure) -> str:
     """What broke in the smallest run found, in words, and the command that repeats it."""
-    out.print()
-    out.print(Text(f"BROKEN {failure.property}", "bold red"), Text(f"in {failure.run.name}, seed {failure.run.seed}"))
-    for sentence in failure.in_words:
-        out.print(Text(f"  {sentence}", "dim"), soft_wrap=True)
+    lines = [f"BROKEN {failure.property} in {failure.run.name}, seed {failure.run.seed}, target {failure.run.target}"]
     finding = failure.run.finding(failure.property)
     if finding is not None and finding.violations:
-        head, *lines = finding.violations[0].text
-        out.print(Text(head, "red"), soft_wrap=True)
-        for line in lines[:LINES_MAX]:
-            out.print(Text(line), soft_wrap=True)
+        text = finding.violations[0].text
+        lines += text[:LINES_MAX] + (["  ..."] if len(text) > LINES_MAX else [])
         if finding.violations_total > 1:
-            out.print(Text(f"  ... and {finding.violations_total - 1} more violations of {failure.property}"))
+            lines.append(f"  and {finding.violations_total - 1} more violations of {failure.property} in this run")
+    lines += ["the smallest scenario found:", *(f"  {sentence}" for sentence in failure.in_words)]
     if failure.also:
-        out.print(Text(f"  it broke in {len(failure.also)} more runs: {', '.join(failure.also[:8])}"), soft_wrap=True)
+        lines.append(f"it broke in {len(failure.also)} more runs: {', '.join(failure.also[:8])}")
     if failure.replay:
-        out.print(Text(f"  repeat with: {failure.replay}"), soft_wrap=True)
+        lines.append(f"repeat with: {failure.replay}")
+    return "\n".join(lines)
