@@ -25,7 +25,8 @@ from .faults import DiskCrash, DiskError
 
 
 class FaultyDisk:
-    """Carries out the faults of one rank's disk. ``fired`` is told a fault's index; ``die`` ends the process."""
+    """Carries out the faults of one rank's disk. ``fired`` is told a fault's index; ``die`` ends the process; ``opens``
+    is what opens files, by default the built-in."""
 
     def __init__(
         self,
@@ -33,12 +34,13 @@ class FaultyDisk:
         folders: Sequence[str],
         fired: Callable[[int], None],
         die: Callable[[], None],
+        opens: Callable[..., Any] | None = None,
     ) -> None:
         self._planned, self._folders = planned, tuple(os.path.join(folder, "") for folder in folders)
         self._fired, self._die = fired, die
         self._writes = 0
         self._lock = threading.Lock()
-        self._open = builtins.open
+        self._open = builtins.open if opens is None else opens
 
     def install(self) -> None:
         """Replace ``open`` for good: a rank's process lives for one run."""

@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +24,9 @@ from ...fakes.feature_store_py.client import FeatureStoreClient
 from ...fakes.server.faults import FaultPlan, Strike
 from ...fakes.store import Store
 from ...reference.delta import Rows
+from ..disk import FaultyDisk, Shard, read_shards
 from ..errors import KitError, ScenarioError
+from ..faults import DiskCrash, DiskError
 from ..history import (
     FINAL_SCHEMA,
     WRITES_SCHEMA,
@@ -43,6 +46,7 @@ from ..target import PASSWORD, PROJECT, VERSION, VIEW, RankContext, resolve
 from ..workload import Workload
 from . import patches
 from .collectives import Group, torch_replacements
+from .files import ROOT, Disk, mounted
 from .lines import preemptible
 from .network import VirtualTransport
 from .scheduler import EPOCH_NS, SECOND_NS, Policy, RankClock, ReplayPolicy, Scheduler, varied
@@ -53,8 +57,8 @@ _monotonic = time.monotonic
 SECRET_VARIABLES = ("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN", PASSWORD)
 
 
-#: Faults that strike in files.
-DISK_FAULTS = {"disk-error", "disk-crash", "shard-corrupted"}
+#: Folders of the virtual disk.
+RETAINED, SPILLED = f"{ROOT}/retained", f"{ROOT}/spilled"
 
 
 class VirtualEngine:
@@ -111,11 +115,6 @@ class VirtualEngine:
 
 def lacks(scenario: Scenario) -> str | None:
     """What this engine lacks to run a scenario, in words; None when it can."""
-    disk = sorted({fault.kind for fault in scenario.faults} & DISK_FAULTS)
-    if disk:
-        return f"no disk yet, on which {disk[0]} could strike"
-    if scenario.publisher.retain or scenario.publisher.spill:
-        return "no disk yet, to retain or spill to"
     dynamic = [table.fqn for table in scenario.tables if table.sharding == "dynamic"]
     return f"no dynamic tables yet, such as {dynamic[0]}" if dynamic else None
 
@@ -136,6 +135,7 @@ class _Job:
         self.events: list[Event] = []
         self.model = Model(scenario)
         self.chance = random.Random(f"network/{scenario.seed}")
+        self.disk = Disk(scheduler, random.Random(f"disk/{scenario.seed}"))
         self.store = Store(lambda: (EPOCH_NS + scheduler.now_ns) // 1_000_000, monotonic_ms=lambda: scheduler.now_ms)
         self.store.reset([PROJECT])
         self.plan = _ToldPlan(lambda: scheduler.now_ms, self._struck)
@@ -159,7 +159,12 @@ class _Job:
 
     def history(self) -> History:
         scheduler = self.scheduler
-        with self._environment(), patches.installed(scheduler, self.scenario.seed, self.replacements):
+        retained: list[Shard] | None = None
+        with (
+            self._environment(),
+            mounted(self.disk),
+            patches.installed(scheduler, self.scenario.seed, self.replacements),
+        ):
             scheduler.spawn(self._launch, "supervisor", None)
             scheduler.run()
             if scheduler.stuck:
@@ -167,6 +172,8 @@ class _Job:
             if self.refused is not None:
                 raise self.refused
             schedule = scheduler.schedule
+            if self.scenario.publisher.retain:
+                retained = read_shards(Path(RETAINED))
         final, writes = self._content()
         fired = [0] * len(self.scenario.faults)
         for event in self.events:
@@ -198,6 +205,7 @@ class _Job:
             stacks=self.attempt.stacks,
             schedule=schedule,
             attempts=starts if len(starts) > 1 else [],
+            retained=retained,
         )
         history.planted, history.leaks = tuple(self.secrets), self._leaks()
         return history
@@ -236,6 +244,7 @@ class _Job:
     def _leaks(self) -> list[Leak]:
         left = {"log": "\n".join(self.logged), "stacks": "\n".join(self.attempt.stacks.values())}
         left["events"] = msgspec.json.encode(self.events, enc_hook=str).decode()
+        left |= {path: content.decode(errors="replace") for path, content in self.disk.contents().items()}
         return [
             Leak(name, file, text[max(0, at - 200) : at] + f"[{name}]")
             for file, text in left.items()
@@ -366,6 +375,7 @@ class _Attempt:
             outcome.where, outcome.unacknowledged = error.data["where"], tuple(error.data["unacknowledged"])
         self._outcomes[rank] = outcome
         self.group.leave(rank)
+        self.job.disk.end_process(rank)
         if status != "ok":
             self._failed()
         self._wake_supervisor()
@@ -459,6 +469,15 @@ class _Loop(TrainingLoop):
         )
         if not attempt.number:
             self._model.begin()
+        planned: list[tuple[int, DiskCrash] | tuple[int, DiskError]]
+        planned = [*self._planned(DiskCrash), *self._planned(DiskError)]
+        job.disk.faulty[rank] = FaultyDisk(
+            planned, (RETAINED, SPILLED), self.points.fired, self._lose_power, job.disk.open
+        )
+
+    def _lose_power(self) -> None:
+        self._job.disk.lose_power(self.rank)
+        self.die()
 
     def context(self) -> RankContext:
         job, rank, group = self._job, self.rank, self._attempt.group
@@ -477,6 +496,8 @@ class _Loop(TrainingLoop):
             barrier=lambda: group.barrier(rank),
             endpoint="",
             version=self.version,
+            retain=RETAINED if self.scenario.publisher.retain else None,
+            spill=SPILLED if self.scenario.publisher.spill else None,
         )
 
     def agree(self, mine: bool, how: Literal["all", "any"]) -> bool:

@@ -25,6 +25,7 @@ import os
 import queue
 import random
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -33,7 +34,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from . import primitives
+from . import files, primitives
+from .files import SameInstances
 from .primitives import running
 from .scheduler import SECOND_NS, RunningLoop, Scheduler, SimulationError
 
@@ -141,17 +143,7 @@ def _of_now(real: Callable[..., Any]) -> Callable[..., Any]:
     return fake
 
 
-class _SameInstances(type):
-    """`isinstance` and `issubclass` against the replaced class ask the real one."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.__mro__[1])
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, cls.__mro__[1])
-
-
-class _Datetime(_real.datetime, metaclass=_SameInstances):  # type: ignore[name-defined]
+class _Datetime(_real.datetime, metaclass=SameInstances):  # type: ignore[name-defined]
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> Any:
         return _real.datetime.fromtimestamp(time.time(), tz)
@@ -165,7 +157,7 @@ class _Datetime(_real.datetime, metaclass=_SameInstances):  # type: ignore[name-
         return _real.datetime.fromtimestamp(time.time())
 
 
-class _Date(_real.date, metaclass=_SameInstances):  # type: ignore[name-defined]
+class _Date(_real.date, metaclass=SameInstances):  # type: ignore[name-defined]
     @classmethod
     def today(cls) -> Any:
         return _real.date.fromtimestamp(time.time())
@@ -357,6 +349,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (uuid, "_last_timestamp", None),
     (asyncio, "new_event_loop", _new_event_loop),
     (asyncio.events, "new_event_loop", _new_event_loop),
+    *files.REPLACED,
 ]
 #: What each run gets anew: names that count up, and what holds threads or locks.
 _FRESH: list[tuple[Any, str, Callable[[], Any]]] = [
@@ -364,6 +357,7 @@ _FRESH: list[tuple[Any, str, Callable[[], Any]]] = [
     (concurrent.futures.ThreadPoolExecutor, "_counter", lambda: itertools.count().__next__),
     (concurrent.futures.thread, "_threads_queues", weakref.WeakKeyDictionary),
     (concurrent.futures.thread, "_global_shutdown_lock", primitives.Lock),
+    (tempfile, "_name_sequence", lambda: None),
 ]
 #: Real object -> its replacement, for names bound by ``from ... import ...``.
 _BY_IDENTITY: dict[int, Any] = {
@@ -371,8 +365,18 @@ _BY_IDENTITY: dict[int, Any] = {
     for module, name, fake in _REPLACED
     if isinstance(module, types.ModuleType) and callable(vars(module)[name]) and fake is not None
 }
-#: Modules whose own attributes stay real: this package's, and `_thread`, which fakes use to stay outside.
-_SPARED = ("deltaproof.simulator.virtual", "_thread", "faulthandler", "greenlet", "hypothesis", "_pytest", "xdist")
+#: Modules whose own attributes stay real: this package's, `_thread`, which fakes use to stay outside, and Arrow's
+#: compiled ones, whose classes others of its modules take by name when they are loaded.
+_SPARED = (
+    "deltaproof.simulator.virtual",
+    "_thread",
+    "faulthandler",
+    "greenlet",
+    "hypothesis",
+    "pyarrow._",
+    "_pytest",
+    "xdist",
+)
 _searched: set[str] = set()
 _found: list[tuple[Any, str, Any, Any]] = []
 _modules_searched = 0
