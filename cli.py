@@ -317,7 +317,8 @@ def serve(
 ) -> None:
     """Start the fake Feature Store and print how a client connects; a page at / shows what it holds. Ctrl-C ends it."""
     from .fakes.durable import DataDirError, DurableStore
-    from .fakes.server.serve import PortInUse, run_forever
+    from .fakes.server.serve import CannotListen, client_host, run_forever
+    from .fakes.server.state import endpoint
     from .fakes.server.tls import Certificate, TlsError, self_signed
 
     if fsync not in ("os", "always"):
@@ -326,6 +327,10 @@ def serve(
         raise ScenarioError("--host is empty; 127.0.0.1 serves this machine, 0.0.0.0 every interface")
     if accept_loss and data_dir is None:
         raise ScenarioError("--accept-loss is about the folder of --data-dir")
+    if fsync == "always" and data_dir is None:
+        raise ScenarioError("--fsync always is about the folder of --data-dir: without one nothing is kept")
+    if data_dir == Path():
+        raise ScenarioError("--data-dir is empty, or the current folder: name a folder of its own")
     if (cert is None) != (key is None):
         raise ScenarioError("--cert and --key go together")
     cleanup = ExitStack()
@@ -334,18 +339,21 @@ def serve(
 
     def ready(port: int) -> None:
         ca_file = str(certificate.cert_file) if certificate else None
+        address = endpoint(scheme, client_host(host), port)
         if as_json:
-            found = {"command": "serve", "host": host, "port": port, "scheme": scheme, "ca_file": ca_file}
-            print(json.dumps(found), flush=True)
+            where = {"host": host, "port": port, "scheme": scheme, "endpoint": address, "ca_file": ca_file}
+            print(json.dumps({"command": "serve", **where}), flush=True)
             return
         kept = f"{data_dir} keeps its content" if data_dir else "nothing is kept"
-        out.print(f"fake Feature Store on {scheme}://{host}:{port} (Ctrl-C ends it; {kept})", markup=False)
+        url = address if "://" in address else f"{scheme}://{address}"
+        if host in ("0.0.0.0", "::"):
+            url += " and every other address of this machine"
+        out.print(f"fake Feature Store on {url} (Ctrl-C ends it; {kept})", markup=False)
         out.print(
             Text(
                 "from deltaproof.fakes.feature_store_py import FeatureStoreClient\n"
-                f'client = FeatureStoreClient("deltaproof", "deltaproof", "local", '
-                f'"{"https://" if certificate else ""}{host}:{port}", featuredb_username="me", featuredb_password="any"'
-                + (f', ca_file="{ca_file}")' if ca_file else ")")
+                f'client = FeatureStoreClient("deltaproof", "deltaproof", "local", "{address}", '
+                'featuredb_username="me", featuredb_password="any"' + (f', ca_file="{ca_file}")' if ca_file else ")")
             ),
             soft_wrap=True,  # to be pasted, whatever the width
         )
@@ -360,10 +368,10 @@ def serve(
                 folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deltaproof-tls-"))
                 certificate = self_signed(Path(folder), host)
             run_forever(host, port, ready=ready, data_dir=data_dir, fsync=fsync, tls=certificate)  # type: ignore[arg-type]
-    except (PortInUse, DataDirError, TlsError) as error:
+    except (CannotListen, DataDirError, TlsError) as error:
         raise ScenarioError(error.strerror or str(error)) from None
     except OSError as error:
-        raise ScenarioError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        raise ScenarioError(f"cannot serve: {error.strerror or error}") from None
 
 
 @app.command()

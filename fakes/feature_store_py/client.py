@@ -331,7 +331,7 @@ class FeatureStoreClient:
     ``refresh`` (ours), fetches both anew.
 
     ``read_timeout_s`` (ours) bounds the wait for each reply; ``ca_file`` (ours) is a PEM file of
-    certificates to trust. Raises ValueError for missing arguments, TransportError.
+    certificates to trust. Raises ValueError for arguments that are missing or cannot be, TransportError.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import threading
 import time
 import weakref
@@ -36,7 +37,7 @@ from ..server.faults import (
     Turns,
     ViewDeletedFault,
 )
-from ..server.state import CLIENT_HEADER
+from ..server.state import CLIENT_HEADER, is_loopback
 from ..server.wire import arrow_chunks, read_arrow, rows_to_batch
 from ..store import EntitySpec, Snapshot, Store, ViewSpec, other_type
 
@@ -46,6 +47,9 @@ BODY_BYTES_MAX: Final = 64 * 2**20  # of a request in process: as the server's o
 WINDOW_BYTES: Final = 4 * 2**20  # a body over this is sent in pieces
 REFUSAL_BYTES_MAX: Final = 2**16  # of an error reply, read
 POOL_SIZE: Final = 16  # idle connections kept; more are made when more workers need them
+_ENDPOINT: Final = re.compile(
+    r"(?:(?P<scheme>https?)://)?(?P<address>(?P<host>[\w.-]+|\[[\w:.%]+\])(?::(?P<port>[0-9]{1,5}))?)/?", re.A | re.I
+)
 VIEW_TYPE: Final = "DynamicEmbedding"  # ours: not in the public documentation
 
 
@@ -485,14 +489,14 @@ class HttpTransport:
         self._models = models
         self._read_timeout_s = read_timeout_s
         self._credential = credential
-        address, protocol = _split_endpoint(endpoint)
+        address, protocol, is_local = _split_endpoint(endpoint)
         self._config: dict[str, Any] = {
             "region_id": region,
             "endpoint": address,
             "protocol": protocol,
             # The published client sends even loopback requests to HTTP_PROXY. Only another proxy overrides that, so
             # the fake is named as its own: it understands the absolute form of such requests.
-            "http_proxy": f"http://{address}" if _is_loopback(address) and protocol == "HTTP" else None,
+            "http_proxy": f"http://{address}" if is_local and protocol == "HTTP" else None,
             "ca": ca_file,
             "connect_timeout": int(CONNECT_TIMEOUT_S * 1000),
             "read_timeout": int(read_timeout_s * 1000),
@@ -707,16 +711,16 @@ class HttpTransport:
         self._pool.clear()
 
 
-def _split_endpoint(endpoint: str) -> tuple[str, str]:
-    """("host:port", "HTTP" or "HTTPS"): plain host:port on loopback means HTTP, as for every fake."""
-    scheme, found, rest = endpoint.partition("://")
-    if found:
-        return rest.rstrip("/"), scheme.upper()
-    return endpoint, "HTTP" if _is_loopback(endpoint) else "HTTPS"
+def _split_endpoint(endpoint: object) -> tuple[str, str, bool]:
+    """("host:port", "HTTP" or "HTTPS", whether on loopback): plain host:port means HTTP there, as for every fake.
 
-
-def _is_loopback(address: str) -> bool:
-    return address.rsplit(":", 1)[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
+    Raises ValueError, which does not repeat it: people paste logins into it.
+    """
+    found = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+    if found is None or int(found["port"] or 0) > 65535:
+        raise ValueError("endpoint is not host, host:port or http(s)://host:port, without a login or a path")
+    is_local = is_loopback(found["host"].strip("[]"))
+    return found["address"], (found["scheme"] or ("http" if is_local else "https")).upper(), is_local
 
 
 T = TypeVar("T")
@@ -762,10 +766,14 @@ def _refusal(what: str, status: int, headers: Any, data: bytes) -> TransportErro
 def _from_openapi(error: Any) -> TransportError:
     """What the published client raised, in our terms. It wraps what happened below HTTP into its message only."""
     inner = getattr(error, "inner_exception", None) or error
-    status, text = getattr(inner, "status_code", None), str(getattr(inner, "message", inner))[:300]
+    status, text = getattr(inner, "status_code", None), str(getattr(inner, "message", inner))
     if status is None:
+        if any(name in text for name in ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError")):
+            place, reason = re.search(r"host='([^']*)', port=(\d+)", text), re.search(r"\[Errno -?\d+\] [\w ]+", text)
+            where, why = f" to {':'.join(place.groups())}" if place else "", f" ({reason[0]})" if reason else ""
+            return TransportError("ConnectFailed", f"control plane: no connection{where}{why}")
         code = "ReadTimeout" if "Read timed out" in text else "ConnectionLost"
-        never_sent = any(name in text for name in ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError"))
-        return TransportError("ConnectFailed" if never_sent else code, f"control plane: {text}")
+        return TransportError(code, f"control plane: {text[:300]}")
     code = str(getattr(inner, "code", ""))
-    return TransportError(code if code in ERRORS else code_for_status(status), f"control plane: {text}", status=status)
+    code = code if code in ERRORS else code_for_status(status)
+    return TransportError(code, f"control plane: {text[:300]}", status=status)

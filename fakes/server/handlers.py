@@ -119,6 +119,10 @@ class Call:
         except InvalidParameter as error:
             raise InvalidTimestamp(str(error)) from None
 
+    def datasource(self, datasource_id: str) -> dict[str, Any]:
+        """Raises DatasourceNotFound."""
+        return self.state.datasource(datasource_id, self.request.headers["Host"])  # there and signed: see signature.py
+
     def json(self) -> dict[str, Any]:
         """The body as a JSON object ({} when empty). Raises MalformedBody."""
         return wire.json_object(self.body)
@@ -315,8 +319,8 @@ async def create_project(call: Call) -> Reply:
     """A new project on the FeatureDB datasource."""
     body = call.json()
     name = _field(body, "Name")
-    online = call.state.datasource(_field(body, "OnlineDatasourceId", "1"))
-    call.state.datasource(_field(body, "OfflineDatasourceId", "2"))
+    online = call.datasource(_field(body, "OnlineDatasourceId", "1"))
+    call.datasource(_field(body, "OfflineDatasourceId", "2"))
     if online["Type"] != FEATUREDB:
         raise InvalidParameter(f"OnlineDatasourceId {online['DatasourceId']}: want a FeatureDB datasource")
 
@@ -576,7 +580,7 @@ async def list_datasources(call: Call) -> Reply:
     """Datasources by Type, WorkspaceId or Name."""
 
     def effect() -> dict[str, Any]:
-        rows = [call.state.datasource(number) for number in ("1", "2")]
+        rows = [call.datasource(number) for number in ("1", "2")]
         rows = _matches(call, rows, ("Type", "WorkspaceId", "Name"))
         return _page(call, "Datasources", rows, ("Name", "GmtCreateTime", "GmtModifiedTime"))
 
@@ -585,7 +589,7 @@ async def list_datasources(call: Call) -> Reply:
 
 async def get_datasource(call: Call) -> Reply:
     """One datasource by id; FeatureDB's Config holds its address and token."""
-    return Reply(await call.commit(lambda: call.state.datasource(call.path("datasource"))))
+    return Reply(await call.commit(lambda: call.datasource(call.path("datasource"))))
 
 
 # Data plane. {db} is the instance id, {schema} the project, {table} the view.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import signal
 import socket
@@ -29,13 +30,17 @@ from .faults import AnyFault
 from .handlers import RUNNER, hang_up
 from .routes import BODY_BYTES_MAX, BODY_TIMEOUT_S, make_app
 from .signature import Accounts, Verifier
-from .state import DEFAULT_TOKEN, RequestEntry, ServerState
+from .state import DEFAULT_TOKEN, RequestEntry, ServerState, endpoint
 from .tls import Certificate, self_signed
 
 SHUTDOWN_S: Final = 0.5  # what requests under way get when the server stops
 
 
-class PortInUse(OSError):
+class CannotListen(OSError):
+    """No server can listen on that address; ``strerror`` names it and says why."""
+
+
+class PortInUse(CannotListen):
     """The port is taken. Cure: stop the process that listens on it, or ask for port 0 (any free port)."""
 
 
@@ -45,7 +50,7 @@ def wall_store() -> Store:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. Raises PortInUse, or OSError with the host and port in its message."""
+    """A bound, listening socket. Raises PortInUse, CannotListen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -53,14 +58,14 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
         sock.listen(256)
         sock.setblocking(False)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:  # the last two: a host that no text can name
         sock.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 errno.EADDRINUSE, f"port {port} on {host} is in use; choose another, or 0 for any"
             ) from None
         number = error.errno if isinstance(error, OSError) and error.errno else errno.EINVAL
-        raise OSError(number, f"cannot listen on {host}:{port} ({error})") from None
+        raise CannotListen(number, f"cannot listen on {host}:{port} ({error})") from None
     return sock
 
 
@@ -97,9 +102,20 @@ async def _serving(
         await asyncio.sleep(0)
 
 
+def client_host(host: str) -> str:
+    """The host in the address by which this machine's clients reach a server that listens on ``host``."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host  # a name
+    if address.is_unspecified:  # every address of the machine
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
 def _address(sock: socket.socket) -> tuple[str, int]:
     host, port = sock.getsockname()[:2]
-    return (f"[{host}]" if ":" in host else host), port
+    return client_host(host), port
 
 
 def kept_store(folder: str | os.PathLike[str], fsync: Fsync = "os") -> DurableStore:
@@ -151,8 +167,8 @@ class FeatureStoreServer(LoopServed, Faulty[AnyFault]):
         self._context = context = self._tls_context()
         self._sock = _bind(self._host, self._want_port)
         host, self.port = _address(self._sock)
-        self.state.address = f"{'https' if context else 'http'}://{host}:{self.port}"
-        self.endpoint = self.state.address if context else f"{host}:{self.port}"
+        self.state.scheme = "https" if context else "http"
+        self.endpoint = endpoint(self.state.scheme, host, self.port)
 
     def _tls_context(self) -> ssl.SSLContext | None:
         if not self._tls:
@@ -231,8 +247,8 @@ async def _until_stopped(
     tls: ssl.SSLContext | None = None,
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    host, port = _address(sock)
-    state.address = f"{'https' if tls else 'http'}://{host}:{port}"
+    port = sock.getsockname()[1]
+    state.scheme = "https" if tls else "http"
     if threading.current_thread() is threading.main_thread():
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         if hangup is None:

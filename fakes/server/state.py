@@ -125,7 +125,7 @@ class ServerState:
         self.store = store
         self.token = self._first_token = token
         self.verifier = verifier or Verifier()
-        self.address = ""  # http://host:port, known once the socket is bound
+        self.scheme = "http"  # or "https": how the server is reached
         self.begun_ms = time.monotonic() * 1000
         self.lock = threading.RLock()
         self.generation = 0  # counts resets: a request that began before one must not write after it
@@ -240,15 +240,18 @@ class ServerState:
         if instance_id != INSTANCE_ID:
             raise InstanceNotFound(f"no instance {instance_id[:80]!r}")
 
-    def datasource(self, datasource_id: str) -> dict[str, Any]:
-        """One datasource as the control plane shows it. Raises DatasourceNotFound."""
+    def datasource(self, datasource_id: str, host: str) -> dict[str, Any]:
+        """One datasource as the control plane shows it to whoever reached this server as ``host`` (with the port): a
+        server that listens on every address, or behind a forwarded port, knows no other. Raises DatasourceNotFound.
+        """
         kind = DATASOURCES.get(datasource_id)
         if kind is None:
             raise DatasourceNotFound(f"no datasource with id {datasource_id[:80]!r}")
+        address = f"{self.scheme}://{host}"
         config = {
-            "fdb_public_address": self.address,
-            "fdb_vpc_address": self.address,
-            "fdb_vpc_plk_address": self.address,
+            "fdb_public_address": address,
+            "fdb_vpc_address": address,
+            "fdb_vpc_plk_address": address,
             "token": self.token,
         }
         return {
@@ -279,13 +282,23 @@ def _is_name(text: str) -> bool:
     return 0 < len(text) <= NAME_LENGTH_MAX and text.isprintable()
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or address (IPv6: without brackets) is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def endpoint(scheme: str, host: str, port: int) -> str:
+    """What SDK clients call this server: they take http for granted on loopback alone."""
+    plain = scheme == "http" and is_loopback(host.strip("[]"))
+    return f"{host}:{port}" if plain else f"{scheme}://{host}:{port}"
+
+
 def check_loopback(remote: str | None) -> None:
     """Raise AccessDenied unless the peer address is this machine."""
-    try:
-        local = remote is not None and ipaddress.ip_address(remote.partition("%")[0]).is_loopback
-    except ValueError:
-        local = False
-    if not local:
+    if remote is None or not is_loopback(remote):
         raise AccessDenied("admin routes answer on loopback only")
 
 
@@ -297,13 +310,13 @@ def check_same_origin(headers: Mapping[str, str]) -> None:
     """
     host = headers.get("Host", "").lower()
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    try:
-        local = name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        local = False
     origin = headers.get("Origin")
     foreign = origin is not None and origin.partition("://")[2].lower() != host
-    if not local or foreign or headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+    if (
+        not is_loopback(name.strip("[]"))
+        or foreign
+        or headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+    ):
         raise AccessDenied("admin routes answer this machine's own programs, not web pages of other origins")
 
 

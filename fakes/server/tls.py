@@ -45,9 +45,16 @@ def _no_password() -> str:
     raise ValueError("the key is encrypted; give one without a passphrase")  # else OpenSSL asks on the terminal
 
 
+def _ascii(host: str) -> str:
+    try:
+        return host.encode("idna").decode()
+    except UnicodeError:
+        raise TlsError(errno.EINVAL, f"TLS: no certificate can name the host {host!r}") from None
+
+
 def self_signed(folder: Path, *hosts: str) -> Certificate:
     """Make ``cert.pem`` and ``key.pem`` (readable by the owner only) in ``folder``, good for loopback and ``hosts``,
-    for ``VALID_DAYS`` days. Needs the ``cryptography`` library.
+    for ``VALID_DAYS`` days. Needs the ``cryptography`` library. Raises TlsError for a host that none can name.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -61,7 +68,7 @@ def self_signed(folder: Path, *hosts: str) -> Certificate:
         try:
             names[host] = x509.IPAddress(ipaddress.ip_address(host))
         except ValueError:
-            names[host] = x509.DNSName(host)
+            names[host] = x509.DNSName(_ascii(host))
     now = datetime.datetime.now(datetime.UTC)
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     usage = dict.fromkeys(

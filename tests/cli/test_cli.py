@@ -267,7 +267,7 @@ def test_serve_over_tls_names_the_certificate_to_trust(cli) -> None:
     process = cli.start("serve", "--json", "--tls")
     try:
         found = json.loads(process.stdout.readline())
-        assert found["scheme"] == "https"
+        assert found["endpoint"] == f"https://127.0.0.1:{found['port']}"
         context = ssl.create_default_context(cafile=found["ca_file"])
         with (
             socket.create_connection(("127.0.0.1", found["port"]), timeout=10) as plain,
@@ -280,10 +280,12 @@ def test_serve_over_tls_names_the_certificate_to_trust(cli) -> None:
         process.communicate(timeout=30)
     assert process.returncode == 0
     assert not Path(found["ca_file"]).exists()
-    text = cli.start("serve", "--tls")
+    text = cli.start("serve", "--tls", "--host", "0.0.0.0")
     try:
         lines = [text.stdout.readline() for _ in range(3)]
         assert "https://127.0.0.1:" in lines[0]
+        assert "and every other address of this machine" in lines[0]
+        assert '"https://127.0.0.1:' in lines[2]
         assert 'ca_file="' in lines[2]
     finally:
         text.send_signal(signal.SIGTERM)
@@ -301,6 +303,9 @@ def test_serve_over_tls_names_the_certificate_to_trust(cli) -> None:
         (["--data-dir", "folder"], "'segment-00000003.wal' is no segment that this server wrote: move it elsewhere"),
         (["--data-dir", "foreign"], "acknowledged is missing beside segment-00000001.wal"),
         (["--accept-loss"], "--accept-loss is about the folder of --data-dir"),
+        (["--fsync", "always"], "--fsync always is about the folder of --data-dir"),
+        (["--data-dir", ""], "--data-dir is empty"),
+        (["--tls", "--host", "a..b"], "no certificate can name the host"),
     ],
 )
 def test_serve_refuses_what_it_cannot_use(cli, arguments: list[str], phrase: str) -> None:

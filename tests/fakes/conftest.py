@@ -28,12 +28,13 @@ def connect(server: FeatureStoreServer) -> Iterator[Callable[..., FeatureStoreCl
 
     def make(username: str = "rank0", **arguments: Any) -> FeatureStoreClient:
         wanted = {
+            "endpoint": server.endpoint,
             "access_key_id": "deltaproof",
             "access_key_secret": "deltaproof",
             "featuredb_password": "password",
             **arguments,
         }
-        client = FeatureStoreClient(endpoint=server.endpoint, featuredb_username=username, **wanted)
+        client = FeatureStoreClient(featuredb_username=username, **wanted)
         clients.append(client)
         return client
 

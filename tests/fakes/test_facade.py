@@ -380,6 +380,7 @@ def test_no_server_means_nothing_was_sent() -> None:
     with pytest.raises(TransportError) as caught:
         FeatureStoreClient("id", "secret", "local", endpoint, None, "rank0", "password")
     assert (caught.value.code, caught.value.applied, caught.value.retriable) == ("ConnectFailed", "no", True)
+    assert str(caught.value).startswith(f"ConnectFailed: control plane: no connection to {endpoint} ([Errno ")
 
 
 def test_a_server_that_stops_fails_writes_as_retriable(
@@ -419,6 +420,29 @@ def test_missing_credentials_are_refused_at_once(
 ) -> None:
     with pytest.raises(ValueError, match="needed"):
         connect(**arguments)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "ftp://h:1",
+        "http://h:1/x",
+        "h:x",
+        "h:65536",
+        "::1:1",
+        " ",
+        "http://",
+        "me:secret@h:1",
+        "h?x",
+        "\udcff",
+        "a b",
+        5,
+    ],
+)
+def test_what_is_no_endpoint_is_refused_at_once(connect: Callable[..., FeatureStoreClient], endpoint: object) -> None:
+    with pytest.raises(ValueError, match="endpoint is not host, host:port or") as caught:
+        connect(endpoint=endpoint)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_proxy_of_the_machine_is_not_asked_for_loopback(

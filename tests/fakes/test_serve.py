@@ -19,8 +19,12 @@ import pytest
 import urllib3
 
 from deltaproof.fakes.errors import InvalidParameter
+from deltaproof.fakes.feature_store_py import FeatureStoreClient
+from deltaproof.fakes.feature_store_py.transport import _split_endpoint
 from deltaproof.fakes.server import FeatureStoreServer, PortInUse, process_main, run_forever
 from deltaproof.fakes.server.faults import StatusFault
+from deltaproof.fakes.server.serve import client_host
+from deltaproof.fakes.server.state import endpoint
 from deltaproof.fakes.store import EntitySpec
 
 from .kit import PROJECT, VERSION, VIEW, Raw, ipc, make_view, rows
@@ -55,7 +59,9 @@ def test_a_taken_port_is_named() -> None:
         assert again.port == first.port
 
 
-@pytest.mark.parametrize(("host", "port"), [("203.0.113.7", 0), ("no such host", 0), ("127.0.0.1", 70000)])
+@pytest.mark.parametrize(
+    ("host", "port"), [("203.0.113.7", 0), ("no such host", 0), ("127.0.0.1", 70000), ("\udcff", 0), ("a\0", 0)]
+)
 def test_an_unusable_address_is_an_oserror_that_names_it(host: str, port: int) -> None:
     with pytest.raises(OSError, match="cannot listen on") as caught:
         FeatureStoreServer(port=port, host=host).start()
@@ -70,6 +76,42 @@ def test_ipv6_loopback() -> None:
     with FeatureStoreServer(host="::1") as server:
         assert server.endpoint == f"[::1]:{server.port}"
         assert urllib3.request("GET", f"http://{server.endpoint}/_admin/requests", timeout=10).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("127.0.0.1", "127.0.0.1:80"),
+        ("localhost", "localhost:80"),
+        ("127.0.0.2", "127.0.0.2:80"),
+        ("0.0.0.0", "127.0.0.1:80"),
+        ("::1", "[::1]:80"),
+        ("::", "[::1]:80"),
+        ("192.0.2.1", "http://192.0.2.1:80"),
+        ("2001:db8::1", "http://[2001:db8::1]:80"),
+        ("store.example", "http://store.example:80"),
+    ],
+)
+def test_an_address_to_listen_on_is_one_to_connect_to(host: str, reached: str) -> None:
+    assert endpoint("http", client_host(host), 80) == reached
+    assert _split_endpoint(reached)[:2] == (reached.removeprefix("http://"), "HTTP")  # as a client takes it
+    assert endpoint("https", client_host(host), 80) == f"https://{reached.removeprefix('http://')}"
+
+
+def test_a_server_on_every_address_is_reached_by_each_on_both_planes() -> None:
+    with FeatureStoreServer(host="0.0.0.0") as server:
+        make_view(server.store)
+        for address in (server.endpoint, f"http://127.0.0.5:{server.port}"):
+            client = FeatureStoreClient(
+                "deltaproof", "deltaproof", endpoint=address, featuredb_username="me", featuredb_password="any"
+            )
+            project = client.get_project(PROJECT)
+            assert project is not None
+            view = project.get_dynamic_embedding_feature_view(VIEW)
+            assert view is not None
+            assert view.high_water_ts(VERSION) == 0
+            assert client._transport._featuredb[0].endswith(address.removeprefix("http://"))  # type: ignore[attr-defined]
+            client.close()
 
 
 def test_stopping_twice_and_a_restart_of_the_same_object() -> None:

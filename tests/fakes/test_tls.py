@@ -13,7 +13,7 @@ import urllib3
 from deltaproof.fakes.feature_store_py import FeatureStoreClient, TransportError
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import ResetFault, TruncateFault
-from deltaproof.fakes.server.tls import Certificate, self_signed
+from deltaproof.fakes.server.tls import Certificate, TlsError, self_signed
 
 from .kit import PROJECT, VERSION, VIEW, make_view, sdk_rows
 
@@ -79,6 +79,13 @@ def test_a_strict_verifier_accepts_the_certificate_and_the_key_is_private(tmp_pa
         assert server.ca_file == str(made.cert_file)
         with urllib3.PoolManager(ssl_context=context, retries=False) as http:
             assert http.request("GET", f"{server.endpoint}/health", timeout=10).status == 200
+
+
+def test_a_host_in_any_script_is_named_and_what_is_none_refused(tmp_path: Path) -> None:
+    assert b"xn--" in ssl.PEM_cert_to_DER_cert(self_signed(tmp_path, "bücher.example").cert_file.read_text())
+    for host in ("\udcff", "a..b", "ä" * 70):
+        with pytest.raises(TlsError, match="no certificate can name the host"):
+            self_signed(tmp_path, host)
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
