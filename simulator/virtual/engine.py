@@ -115,8 +115,8 @@ class VirtualEngine:
 
 def lacks(scenario: Scenario) -> str | None:
     """What this engine lacks to run a scenario, in words; None when it can."""
-    dynamic = [table.fqn for table in scenario.tables if table.sharding == "dynamic"]
-    return f"no dynamic tables yet, such as {dynamic[0]}" if dynamic else None
+    devices = getattr(scenario, "devices", "cpu")
+    return None if devices == "cpu" else f"no devices, and the scenario asks for {devices!r}"
 
 
 def _own_package(target: str) -> list[str]:
@@ -496,6 +496,7 @@ class _Loop(TrainingLoop):
             barrier=lambda: group.barrier(rank),
             endpoint="",
             version=self.version,
+            dynamic=tuple(self._model.dynamic.handles.values()),
             retain=RETAINED if self.scenario.publisher.retain else None,
             spill=SPILLED if self.scenario.publisher.spill else None,
         )

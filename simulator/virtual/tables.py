@@ -2,7 +2,7 @@
 
 A step has the collectives of a real one: ids go to the ranks that host the rows, gradients come back. The update is not
 a real optimizer's: row = 0.9 * row + noise(row) / (step + 1), which changes every row that was looked up, on the ranks
-that host it, alike on every replica.
+that host it, alike on every replica. Dynamic tables are the process engine's own (dynamic.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from ...reference.delta import DeltaError, Keys, Mask, Rows
 from ...reference.dumper import DATA_PARALLEL, Pause, TableInfo
+from ..dynamic import DynamicTables
 from ..history import LedgerTable
 from ..scenario import Scenario, Table
 from ..workload import Bags, Workload, initial_rows, looked_up
@@ -66,9 +67,9 @@ class Ledger:
         self._changes: list[dict[tuple[int, int], tuple[Keys, Rows]]] = [{} for _ in tables]
         self._lookups: list[list[tuple[int, int, Keys]]] = [[] for _ in tables]
 
-    def begins(self, index: int, first_row: int, rows: Rows) -> None:
+    def begins(self, index: int, keys: Keys, rows: Rows) -> None:
         """From which weights training starts."""
-        self._initial[index][first_row : first_row + len(rows)] = rows
+        self._initial[index][keys] = rows
 
     def looked_up(self, rank: int, step: int, index: int, keys: Keys) -> None:
         """What a rank's own training batch looks up."""
@@ -85,7 +86,9 @@ class Ledger:
         found = {}
         for index, table in enumerate(scenario.tables):
             host = np.full(table.rows, -1, np.int32)
-            if table.sharding != DATA_PARALLEL:
+            if table.sharding == "dynamic":
+                host = (table.key_ids(np.arange(table.rows)).view(np.uint64) % scenario.world_size).astype(np.int32)
+            elif table.sharding != DATA_PARALLEL:
                 for rank in range(scenario.world_size):
                     first, end = shard_range(scenario, table, rank)
                     host[first:end] = rank
@@ -128,91 +131,108 @@ class VirtualTrainer:
         self.workload, self._chance = workload, chance
         self._scenario, self._model, self._rank, self._group, self._ledger = scenario, model, rank, group, ledger
         self._tables = scenario.tables
-        self._shards = []
-        for table, rows in zip(self._tables, model.initial, strict=True):
-            first, end = shard_range(scenario, table, rank)
-            self._shards.append(Shard(first, end - first, rows[first:end].copy()))
-        self.source = VirtualSource(scenario, rank, lambda index: self._shards[index])
-        self._touched: list[Keys] = []
-        self._began: list[Rows] = []
+        self._shards: dict[int, Shard] = {}
+        for index, table in enumerate(self._tables):
+            if table.sharding != "dynamic":
+                first, end = shard_range(scenario, table, rank)
+                self._shards[index] = Shard(first, end - first, model.initial[index][first:end].copy())
+        self.source = VirtualSource(scenario, rank, self._shards.__getitem__)
+        self.dynamic = DynamicTables(scenario, rank)
+        self._served: dict[int, Rows] = {}
+        self._touched: dict[int, Keys] = {}
+        self._began: dict[int, Rows] = {}
 
     def begin(self) -> None:
         """Tell the ledger from which weights training starts."""
-        self._began = [shard.weight.copy() for shard in self._shards]
-        for index, shard in enumerate(self._shards):
-            self._ledger.begins(index, shard.first_row, shard.weight)
+        self._began = {index: shard.weight.copy() for index, shard in self._shards.items()}
+        for index, shard in self._shards.items():
+            self._ledger.begins(index, np.arange(shard.first_row, shard.first_row + shard.rows), shard.weight)
+        self._served = {index: self.dynamic.served(index) for index in self.dynamic.handles}
+        for index, rows in self._served.items():
+            self._ledger.begins(index, self.dynamic.hosted(index), rows)
 
     def shards(self) -> list[tuple[int, Rows]]:
         """(first row, rows) per table, for a checkpoint."""
-        return [(shard.first_row, shard.weight.copy()) for shard in self._shards]
+        return [(shard.first_row, shard.weight.copy()) for shard in self._shards.values()]
 
     def assembled(self, ranks: Sequence[list[tuple[int, Rows]]]) -> list[Rows]:
-        """Whole tables from the shards of all ranks."""
+        """Whole tables from the shards of all ranks; dynamic ones are in no checkpoint."""
         tables = [np.empty_like(rows) for rows in self._model.initial]
         for shards in ranks:
-            for rows, (first, part) in zip(tables, shards, strict=True):
-                rows[first : first + len(part)] = part
+            for index, (first, part) in zip(self._shards, shards, strict=True):
+                tables[index][first : first + len(part)] = part
         return tables
 
     def load(self, tables: Sequence[Rows]) -> None:
         """Put the weights of a checkpoint of any number of ranks into the shards."""
-        for shard, rows in zip(self._shards, tables, strict=True):
-            shard.weight[:] = rows[shard.first_row : shard.first_row + shard.rows]
+        for index, shard in self._shards.items():
+            shard.weight[:] = tables[index][shard.first_row : shard.first_row + shard.rows]
 
     def announce(self, step: int, bags: dict[str, Bags]) -> None:
         for index, table in enumerate(self._tables):
             self._ledger.looked_up(self._rank, step, index, looked_up(table, bags))
 
-    def forward(self, bags: dict[str, Bags], rank_step: tuple[int, int]) -> int:
+    def forward(self, bags: dict[str, Bags], rank_step: tuple[int, int], training: bool = True) -> int:
         time.sleep(self._chance.uniform(*STEP_S))
         batches = self._group.exchange(self._rank, "all_to_all (forward)", bags)
-        self._touched = []
-        for index, table in enumerate(self._tables):
+        for index, shard in self._shards.items():
+            table, first, end = self._tables[index], shard.first_row, shard.first_row + shard.rows
             ids = [batch[f].values for batch in batches for f in table.feature_names]
             keys = np.unique(np.concatenate(ids))
-            first, end = shard_range(self._scenario, table, self._rank)
-            hosted = keys[(keys >= first) & (keys < end)]
-            self._touched.append(hosted)
+            hosted = self._touched[index] = keys[(keys >= first) & (keys < end)]
             # A replica's tracker sees the ids of its own batch; a shard's, whatever was looked up in it.
             seen = looked_up(table, bags) if table.sharding == DATA_PARALLEL else hosted
             self.source.record(index, seen - first)
+        if self.dynamic.handles:
+            self.dynamic.look_up([{name: bag.values for name, bag in batch.items()} for batch in batches], training)
         return rank_step[1]
 
     def backward(self, loss: int) -> None:
         self._group.exchange(self._rank, "all_to_all (backward)")
-        for index, (shard, keys) in enumerate(zip(self._shards, self._touched, strict=True)):
+        for index, keys in self._touched.items():
+            shard = self._shards[index]
             local = keys - shard.first_row
             shard.weight[local] = shard.weight[local] * np.float32(0.9) + self._model.noise[index][keys] / np.float32(
                 loss + 1
             )
+        self.dynamic.update(loss)
 
     def record(self, step: int) -> int:
-        for index, (shard, keys) in enumerate(zip(self._shards, self._touched, strict=True)):
+        changed = 0
+        for index, keys in self._touched.items():
+            shard = self._shards[index]
+            changed += len(keys)
             if len(keys):
                 self._ledger.changed(self._rank, step, index, keys, shard.weight[keys - shard.first_row])
-        return sum(map(len, self._touched))
+        for index, before in self._served.items():
+            now = self._served[index] = self.dynamic.served(index)
+            rows = np.flatnonzero((now.view(np.uint32) != before.view(np.uint32)).any(axis=1))
+            changed += len(rows)
+            if len(rows):
+                self._ledger.changed(self._rank, step, index, self.dynamic.hosted(index)[rows], now[rows])
+        return changed
 
     def warm_up(self) -> None:
         for number in range(1, self._scenario.workload.warmup_batches + 1):
             self.backward(self.forward(self.workload.warmup_batch(self._rank, number), (self._rank, number)))
-        for shard, rows in zip(self._shards, self._began, strict=True):
-            shard.weight[:] = rows
+        for index, rows in self._began.items():
+            self._shards[index].weight[:] = rows
 
     def replace_storage(self) -> None:
-        for table, shard in zip(self._tables, self._shards, strict=True):
-            if table.sharding != DATA_PARALLEL:
+        for index, shard in self._shards.items():
+            if self._tables[index].sharding != DATA_PARALLEL:
                 shard.weight = shard.weight.copy()
 
     def spoil(self, table: str, value: float) -> int | None:
-        for index, candidate in enumerate(self._tables):
-            if candidate.name == table and len(self._touched[index]):
-                key = int(self._touched[index][0])
+        for index, keys in self._touched.items():
+            if self._tables[index].name == table and len(keys):
+                key = int(keys[0])
                 self._shards[index].weight[key - self._shards[index].first_row, 0] = value
                 return key
         return None
 
     def evaluate(self, bags: dict[str, Bags], step: int) -> None:
-        self.forward(bags, (self._rank, step))
+        self.forward(bags, (self._rank, step), training=False)
 
     def holders(self, table: str) -> list[str]:
         return [t.fqn for t in self._tables if t.name == table]
@@ -225,11 +245,12 @@ class VirtualSource:
     """
 
     def __init__(self, scenario: Scenario, rank: int, shard: Callable[[int], Shard]) -> None:
-        self._index = {table.fqn: index for index, table in enumerate(scenario.tables)}
-        self._keys = list(self._index)
+        fixed = {index: table for index, table in enumerate(scenario.tables) if table.sharding != "dynamic"}
+        self._index = {table.fqn: index for index, table in fixed.items()}
+        self._fqns = {index: table.fqn for index, table in fixed.items()}
         self._find = shard
         self._tables = {}
-        for table in scenario.tables:
+        for table in fixed.values():
             first, end = shard_range(scenario, table, rank)
             self._tables[table.fqn] = TableInfo(
                 fqn=table.fqn,
@@ -242,7 +263,7 @@ class VirtualSource:
                 sharding=table.sharding,
                 hosted=end > first,
             )
-        self._records: dict[str, list[Keys]] = {key: [] for key in self._keys}
+        self._records: dict[str, list[Keys]] = {key: [] for key in self._index}
         self._paused = Pause()
 
     def tables(self) -> dict[str, TableInfo]:
@@ -251,7 +272,7 @@ class VirtualSource:
     def record(self, index: int, local: Keys) -> None:
         """Note the local ids of one lookup."""
         if not self._paused and len(local):
-            self._entry(self._keys[index]).append(local)
+            self._entry(self._fqns[index]).append(local)
 
     def drain(self) -> dict[str, Keys]:
         taken = {key: np.unique(np.concatenate(parts)) for key, parts in self._records.items() if parts}
