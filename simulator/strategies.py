@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from .faults import (
     ClockJump,
     ClockOffset,
     ClockStall,
+    CloseRaces,
     DiskCrash,
     DiskError,
     DuplicateTable,
@@ -23,6 +25,9 @@ from .faults import (
     QuietTable,
     RankKill,
     RankRaise,
+    RefusedVersion,
+    ReservedKey,
+    ShardCorrupted,
     StorageReplaced,
     StoreDuplicated,
     StoreError,
@@ -58,6 +63,16 @@ _RANK_POINTS: Sequence[tuple[str, int | None]] = (
 )
 
 
+#: What sets a wide scenario apart from one of ``scenarios``, besides its faults.
+SHAPES = ("restart", "dynamic", "restart")
+
+
+@functools.cache
+def _world_sizes(rows: int) -> frozenset[int]:
+    """On how many ranks, up to 16, each gets one of the rows: TorchRec deals out ceil(rows / world_size) to each."""
+    return frozenset(n for n in range(1, 17) if -(-rows // n) * (n - 1) < rows)
+
+
 @st.composite
 def tables(draw: st.DrawFn, world_size: int) -> tuple[Table, ...]:
     """One to four tables under up to three owners; no table name twice under one owner."""
@@ -65,6 +80,7 @@ def tables(draw: st.DrawFn, world_size: int) -> tuple[Table, ...]:
         st.lists(st.tuples(st.sampled_from(OWNERS), st.sampled_from(NAMES)), min_size=1, max_size=4, unique=True)
     )
     found = []
+    rows = [n for n in range(1, 41) if world_size in _world_sizes(n)]  # each rank gets some of a row-wise table
     for (owner, collection), name in pairs:
         # A replicated EmbeddingCollection needs bags of one id on CPU; left to hand-written scenarios.
         kinds = ["row_wise", "table_wise"] + (["data_parallel"] if collection == "ebc" else [])
@@ -74,8 +90,7 @@ def tables(draw: st.DrawFn, world_size: int) -> tuple[Table, ...]:
                 name=name,
                 owner=owner,
                 collection=collection,
-                # Every rank gets a row of a row-wise table: TorchRec deals out ceil(rows / world_size) each.
-                rows=draw(st.integers((world_size - 1) ** 2 + 1, 40)),
+                rows=draw(st.sampled_from(rows)),
                 dim=4 if collection == "ec" else draw(st.sampled_from([4, 8])),
                 sharding=sharding,
                 rank=draw(st.integers(0, world_size - 1)) if sharding == "table_wise" else 0,
@@ -170,67 +185,93 @@ def scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12, 
 
 
 @st.composite
-def _wide_fault(draw: st.DrawFn, scenario: Scenario) -> AnyFault | None:
-    """One fault of a kind that ``faults`` leaves out, or None where the kind that was drawn means nothing here."""
-    rank = draw(st.integers(0, scenario.world_size - 1))
-    step = draw(st.integers(1, scenario.workload.steps))
-    table = draw(st.sampled_from(sorted({t.name for t in scenario.tables})))
-    skip, count = draw(st.integers(0, 3)), draw(st.integers(1, 2))
-    every, keeps = scenario.workload.eval_every_steps, scenario.publisher.retain
-    kinds: list[AnyFault | None] = [
-        StoreTruncated(skip=skip, count=count, bytes_kept=draw(st.sampled_from([0, 20]))),
-        StoreSlowBody(skip=skip, count=count, bytes_per_s=2000),
-        StoreDuplicated(skip=skip, count=count, delay_ms=draw(st.sampled_from([0, 50]))),
-        StoreReordered(skip=skip, count=count, hold_ms_max=50),
-        StoreOutage(
-            skip=skip, duration_ms=draw(st.sampled_from([10, 50, 5000])), status=draw(st.sampled_from([503, None]))
+def wide_faults(draw: st.DrawFn, scenario: Scenario) -> AnyFault:
+    """One fault of the kinds that ``faults`` leaves out, and that can strike in this scenario; tolerable ones first."""
+    sizes = [scenario.of_attempt(attempt).world_size for attempt in range(1 + len(scenario.restarts))]
+    whom = {"rank": st.integers(0, min(sizes) - 1), "attempt": st.sampled_from(range(len(sizes)))}
+    step = st.integers(1, scenario.workload.steps)
+    table = st.sampled_from(sorted({t.name for t in scenario.tables if t.sharding != "dynamic"}))
+    nth = st.integers(1, 4)
+    requests = {"skip": st.integers(0, 3), "count": st.integers(1, 2)}
+    later = {"skip": requests["skip"]}
+    # st.builds would look up type hints for each kind and each scenario, which takes longer than many a run.
+    kinds: list[tuple[type[AnyFault], dict[str, Any]]] = [
+        (StoreDuplicated, {**requests, "delay_ms": st.sampled_from([0, 50])}),
+        (StoreReordered, {**requests, "hold_ms_max": st.just(50)}),
+        (StoreTruncated, {**requests, "bytes_kept": st.sampled_from([0, 20])}),
+        (StoreSlowBody, {**requests, "bytes_per_s": st.just(2000)}),
+        (
+            StoreOutage,
+            {**later, "duration_ms": st.sampled_from([10, 50, 5000]), "status": st.sampled_from([503, None])},
         ),
-        StoreTokenRevoked(skip=skip),
-        StoreViewDeleted(skip=skip),
-        StoreSchemaChanged(skip=skip),
-        LeakyError(rank=rank, nth=count),
-        ClockStall(rank=rank, step=step, seconds=draw(st.sampled_from([30.0, 200.0]))),
-        QuietTable(table=table, step=step, steps=draw(st.integers(1, 4))),
-        StorageReplaced(rank=rank, step=step),
-        BadRow(rank=rank, table=table, step=step, value=draw(st.sampled_from(["nan", "inf", "-inf"]))),
-        EvaluationRaises(rank=rank, step=step - step % every) if every and step >= every else None,
-        DiskError(rank=rank, nth=skip + 1, count=count) if keeps else None,
-        DiskCrash(rank=rank, nth=skip + 1) if keeps else None,
+        (StoreTokenRevoked, later),
+        (LeakyError, {"rank": whom["rank"], "nth": nth}),
+        (ClockStall, {**whom, "step": step, "seconds": st.sampled_from([30.0, 200.0])}),
+        (StorageReplaced, {**whom, "step": step}),
+        (QuietTable, {"table": table, "step": step, "steps": nth}),
+        (StoreError, {**requests, "route": st.sampled_from(["lookup", "changes", "control", "create_view"])}),
+        (CloseRaces, {"rank": whom["rank"], "delay_ms": st.sampled_from([0, 20])}),
+        (BadRow, {**whom, "table": table, "step": step, "value": st.sampled_from(["nan", "inf", "-inf"])}),
+        (StoreViewDeleted, later),
+        (StoreSchemaChanged, later),
+        (RefusedVersion, {"store_version": st.sampled_from(["default", ""])}),
     ]
-    return draw(st.sampled_from(kinds))
+    every = scenario.workload.eval_every_steps
+    if every and every <= scenario.workload.steps:
+        rounds = st.integers(1, scenario.workload.steps // every)
+        kinds.append((EvaluationRaises, {**whom, "step": rounds.map(lambda n: n * every)}))
+    if scenario.publisher.retain or scenario.publisher.spill:
+        error = st.sampled_from(["ENOSPC", "EIO"])
+        kinds += [
+            (DiskError, {**whom, "nth": nth, "count": requests["count"], "error": error}),
+            (DiskCrash, {**whom, "nth": nth}),
+        ]
+    if scenario.publisher.readback:
+        kinds.append((ShardCorrupted, {"nth": st.sampled_from([1, -1])}))
+    dynamic = [t.name for t in scenario.tables if t.sharding == "dynamic"]
+    if dynamic:
+        kinds.append((ReservedKey, {**whom, "table": st.sampled_from(dynamic), "step": step}))
+    kind, fields = draw(st.sampled_from(kinds))
+    return kind(**{name: draw(strategy) for name, strategy in fields.items()})
 
 
 @st.composite
 def wide_scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12) -> Scenario:
     """Scenarios for an engine that carries out every fault: warm-ups, minutes, checkpoints, crashes and restarts on
-    other numbers of ranks, retained shards with a readback, and the kinds of fault that ``scenarios`` leaves out."""
+    other numbers of ranks, dynamic tables, retained and spilled shards with a readback, and every kind of fault."""
     base = draw(scenarios(world_size_max=world_size_max, steps_max=steps_max, faults_max=1))
-    restarts: tuple[Restart, ...] = ()
-    planned = list(base.faults)
-    rows_min = min([t.rows for t in base.tables if t.sharding == "row_wise"], default=100)
-    sizes = [n for n in range(1, world_size_max + 1) if (n - 1) ** 2 < rows_min]
-    exhausts = any(isinstance(fault, Exhaustion) for fault in planned)
-    if not exhausts and draw(st.booleans()):
-        restarts = (Restart(world_size=draw(st.sampled_from([None, *sizes]))),)
-        rank = draw(st.integers(0, base.world_size - 1))
-        planned.append(RankKill(rank=rank, point="train.after-step", nth=draw(st.integers(1, base.workload.steps))))
-    keeps = draw(st.booleans())
+    shapes = ["plain", "dynamic"] if any(isinstance(f, Exhaustion) for f in base.faults) else ["plain", *SHAPES]
+    shape = draw(st.sampled_from(shapes))
     minutes = draw(st.sampled_from([None, None, 0.5]))
+    keeps = draw(st.booleans())
     publisher = msgspec.structs.replace(
         base.publisher,
         every_minutes=minutes,
         queue_steps_max=draw(st.sampled_from([8, 1])),
         retain=keeps,
         readback=keeps,
+        spill=keeps and draw(st.booleans()),
     )
     workload = msgspec.structs.replace(
         base.workload,
-        warmup_batches=draw(st.sampled_from([0, 0, 2])),
         step_seconds=0.0 if minutes is None else draw(st.sampled_from([5.0, 20.0])),
-        checkpoint_every_steps=draw(st.sampled_from([0, 2, 3])) if restarts else 0,
+        warmup_batches=0 if shape == "dynamic" else draw(st.sampled_from([0, 0, 2])),
+        checkpoint_every_steps=draw(st.sampled_from([0, 2, 3])) if shape == "restart" else 0,
     )
-    wide = msgspec.structs.replace(base, workload=workload, publisher=publisher, restarts=restarts)
-    for _ in range(draw(st.sampled_from([0, 1, 1, 2]))):
-        if (fault := draw(_wide_fault(wide))) is not None:
-            planned.append(fault)
+    tables, restarts, planned = base.tables, base.restarts, list(base.faults)
+    if shape == "dynamic":
+        capacity, missing = draw(st.sampled_from([0, 12])), draw(st.sampled_from([0.0, -0.5]))
+        tables += (Table(name="ad", owner="dyn", rows=40, sharding="dynamic", capacity=capacity, missing=missing),)
+    if shape == "restart":
+        row_wise = [t for t in base.tables if t.sharding == "row_wise"]
+        sizes = [n for n in range(1, world_size_max + 1) if all(n in _world_sizes(t.rows) for t in row_wise)]
+        again = draw(st.lists(st.sampled_from([None, *sizes]), min_size=1, max_size=2))
+        restarts = tuple(Restart(world_size=size) for size in again)
+        size = base.world_size
+        for attempt, restart in enumerate(restarts):
+            rank, nth = draw(st.integers(0, size - 1)), draw(st.integers(1, base.workload.steps))
+            planned.append(RankKill(rank=rank, point="train.after-step", nth=nth, attempt=attempt))
+            size = restart.world_size or size
+    wide = msgspec.structs.replace(base, tables=tables, workload=workload, publisher=publisher, restarts=restarts)
+    planned += draw(st.lists(wide_faults(wide), max_size=2))
     return msgspec.structs.replace(wide, faults=tuple(planned)).checked()

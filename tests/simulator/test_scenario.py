@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from deltaproof.fakes.server.faults import AnyFault as ServerFault
@@ -18,14 +18,15 @@ from deltaproof.simulator.faults import (
     REGISTRY,
     AnyStoreFault,
     ClockStall,
+    Fault,
     RankKill,
     StoreError,
     StoreOutage,
     StoreSlow,
     summary,
 )
-from deltaproof.simulator.scenario import SCENARIO_VERSION, PublisherConfig, Restart, Scenario, Table
-from deltaproof.simulator.strategies import scenarios
+from deltaproof.simulator.scenario import SCENARIO_VERSION, PublisherConfig, Restart, Scenario, Table, Workload
+from deltaproof.simulator.strategies import faults, scenarios, wide_faults, wide_scenarios
 
 
 @given(scenarios())
@@ -37,6 +38,37 @@ def test_json_round_trip(scenario: Scenario) -> None:
 def test_generated_scenarios_are_runnable(scenario: Scenario) -> None:
     assert scenario.checked() is scenario
     assert scenario.expect in ("tolerate", "fail-loudly")
+
+
+@given(wide_scenarios(world_size_max=8, steps_max=8))
+@settings(max_examples=40)
+def test_generated_scenarios_of_every_kind_are_runnable(scenario: Scenario) -> None:
+    assert scenario.checked() is scenario
+    assert Scenario.from_json(scenario.to_json()) == scenario
+    assert scenario.world_size <= 8
+    assert all((restart.world_size or 1) <= 8 for restart in scenario.restarts)
+
+
+def test_every_kind_of_fault_is_generated() -> None:
+    """A new kind has a strategy too: no fault is left to hand-written files alone."""
+    scenario = Scenario(
+        tables=(
+            Table(name="item"),
+            Table(name="item", owner="tower.ebc"),
+            Table(name="ad", owner="dyn", sharding="dynamic"),
+        ),
+        workload=Workload(eval_every_steps=2),
+        publisher=PublisherConfig(retain=True, spill=True, readback=True),
+    )
+    seen = set()
+
+    @given(faults(2, 10, scenario.tables, 3), wide_faults(scenario))
+    @settings(max_examples=400, phases=[Phase.generate])
+    def draw(narrow: Fault, wide: Fault) -> None:
+        seen.update([narrow.kind, wide.kind])
+
+    draw()
+    assert seen == set(REGISTRY)
 
 
 BAD = {
