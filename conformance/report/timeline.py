@@ -54,7 +54,7 @@ def timeline(history: History, violation: Violation | None = None) -> Timeline:
     cited = {id(event) for event in violation.events} if violation else set()
     carried = _carried(history, violation)
     marks = [
-        (_mark(history, event, (event.who, event.data.get("ts")) in carried), id(event) in cited)
+        (mark_of(history, event, (event.who, event.data.get("ts")) in carried), id(event) in cited)
         for event in history.events
         if not (event.kind == "request" and event.data.get("status") == 200 and _writes(event))
     ]
@@ -71,7 +71,8 @@ def timeline(history: History, violation: Violation | None = None) -> Timeline:
     return Timeline(lanes=lanes, marks=[mark for mark, _ in shown], left_out=len(marks) - len(shown))
 
 
-def _mark(history: History, event: Event, about: bool) -> Mark:
+def mark_of(history: History, event: Event, about: bool = False) -> Mark:
+    """An event in words, on its writer's lane."""
     words = WORDS.get(event.kind, event.kind)
     index = event.data.get("index")
     if event.kind == "fault" and isinstance(index, int) and index < len(history.scenario.faults):
@@ -119,8 +120,9 @@ def _accepted(history: History, carried: set[tuple[str, int | None]]) -> list[Ma
     ]
 
 
-def story(history: History, violation: Violation) -> list[Moment]:
-    """The life of the row that a violation names, in time order; nothing for one that names no row of a table."""
+def story(history: History, violation: Violation, most: int = STORY_MAX) -> list[Moment]:
+    """The life of the row that a violation names, in time order; nothing for one that names no row of a table. Of more
+    than ``most`` moments, the first and the last."""
     ledger = history.tables.get(violation.table or "")
     if ledger is None or violation.key is None:
         return []
@@ -164,9 +166,9 @@ def story(history: History, violation: Violation) -> list[Moment]:
     served = _rows_of(history.final, name, violation.key).to_pylist()
     told.sort(key=lambda pair: pair[0])
     moments = _without_echoes([moment for _, moment in told])
-    if len(moments) > STORY_MAX:
-        gap = Moment(t_ms=None, lane="", kind="model", text=f"({len(moments) - STORY_MAX} more)")
-        moments = [*moments[: STORY_MAX // 3], gap, *moments[-(STORY_MAX - STORY_MAX // 3) :]]
+    if len(moments) > most:
+        gap = Moment(t_ms=None, lane="", kind="model", text=f"({len(moments) - most} more)")
+        moments = [*moments[: most // 3], gap, *moments[-(most - most // 3) :]]
     last = f"{_meaning(served[0]['embedding'], versions)}, ts {served[0]['ts']}" if served else "nothing"
     end = Moment(t_ms=None, lane="store", kind="store" if served else "missing", text=f"at the end it serves {last}")
     return [*moments, end]
