@@ -68,7 +68,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     took part in (the store: 0 always); ``step`` is that attempt's own count. Kinds written by a rank: ``rank-start``,
     ``model-ready``, ``restored``, ``publisher-started``, ``step``, ``after-step``, ``evaluation``, ``checkpoint``,
     ``sdk-write``, ``sdk-flush``, ``finished``, ``closed``, ``readback``, ``fault``, ``error``, ``rank-end``. By the
-    supervisor: ``rank-exit``, ``rank-ended-by-supervisor``, ``fault``. By the store: ``request``, ``fault``.
+    supervisor: ``rank-exit``, ``hang`` (where a rank was when somebody's time was over: ``says``), ``fault``,
+    ``rank-ended-by-supervisor``. By the store: ``request``, ``fault``.
     """
 
     t_ms: float
@@ -337,7 +338,9 @@ class History:
     secrets that were planted, and searched for in every file that the run left; ``leaks``: where one was found;
     ``attempts``: all starts of the job, when there were several (``starts`` has them always); ``outcomes`` are those of
     the last one; ``retained``: the copies of acknowledged deltas that the ranks left, None when they kept none;
-    ``incomplete``: why this is not all that there was to observe, so that nothing can be judged by it."""
+    ``incomplete``: why this is not all that there was to observe, so that nothing can be judged by it; ``launcher``:
+    ``own`` or ``torchrun``, on how many ``nodes``; ``supervision``: ``torchrun``, which ends the peers of a rank that
+    failed, or ``strict``, under which each rank must end by itself."""
 
     scenario: Scenario
     target: str
@@ -358,6 +361,9 @@ class History:
     attempts: list[Attempt] = field(default_factory=list)
     retained: list[Shard] | None = None
     incomplete: str = ""
+    launcher: str = "own"
+    nodes: int = 1
+    supervision: str = "torchrun"
 
     def save(self, folder: Path) -> Path:
         """Write everything into a folder, which is made. Raises ScenarioError where there is a history, and OSError."""
