@@ -29,7 +29,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     collection: Collection
     table: str
     feature_names: tuple[str, ...]
-    rows: int  # of the whole table
+    rows: int | None  # of the whole table, keys are below it; None where keys are any int64 (dynamic, ZCH)
     dim: int
     sharding: str  # TorchRec's names: "row_wise", "table_wise", "data_parallel"
     hosted: bool
@@ -116,6 +116,7 @@ class Dumper:
         self._embedding_type = settings.embedding_type
         self._tables = dict(source.tables())
         self._undelivered: dict[str, Keys] = {}  # drained but not yet in a delta: a dump that raises forgets nothing
+        self._drained: list[Mapping[str, Keys]] = []  # nor yet merged into these
         self.replicated: dict[str, Keys] = {}  # data-parallel keys this rank answers for: those it ever published
 
     def dump(self, step: int, source: Source = "dump") -> pa.Table | None:
@@ -137,13 +138,14 @@ class Dumper:
         deltas = [self._delta_of(step, fqn, touched[fqn], source) for fqn in self._targets(touched)]
         replicated = {fqn: keys for fqn, keys in touched.items() if self._tables[fqn].sharding == DATA_PARALLEL}
         self.replicated = merge_keys(self.replicated, replicated)
+        table = pa.concat_tables(deltas) if deltas else None
         self._undelivered = {}
-        return pa.concat_tables(deltas) if deltas else None
+        return table
 
     def discard(self) -> None:
         """Forget everything tracked so far: a warm-up batch before a restore is not training."""
         self._source.drain()
-        self._undelivered = {}
+        self._drained, self._undelivered = [], {}
 
     def track(self, keys: Mapping[str, Keys]) -> None:
         """Put keys (sorted, unique) into the next dump, as if they had been looked up."""
@@ -161,7 +163,9 @@ class Dumper:
         return dict(self._collect())
 
     def _collect(self) -> dict[str, Keys]:
-        self._undelivered = merge_keys(self._undelivered, self._source.drain())
+        self._drained.append(self._source.drain())  # at once: a signal handler may raise while they are merged
+        self._undelivered = merge_keys(self._undelivered, *self._drained)
+        self._drained.clear()
         return self._undelivered
 
     def _share(self, fqn: str, keys: Keys) -> Keys:

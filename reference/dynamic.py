@@ -23,7 +23,6 @@ from .delta import KEY_RESERVED, DeltaError, Keys, Mask, Rows, unique
 from .dumper import Pause, TableInfo, TableSource, merge_keys
 
 DYNAMIC = "dynamic"  # the sharding of such tables
-UNBOUNDED_ROWS = 2**63 - 1
 FOLD_AT_IDS = 1 << 20  # pending ids of one table before duplicates are folded
 FREE = np.iinfo(np.int64).max  # marks a place of a ZCH map that no raw id has
 
@@ -133,7 +132,7 @@ class DynamicSource:
                 collection=spec.ref.collection,
                 table=spec.ref.table,
                 feature_names=spec.feature_names,
-                rows=UNBOUNDED_ROWS,
+                rows=None,
                 dim=spec.table.dim,
                 sharding=DYNAMIC,
                 hosted=True,
@@ -262,7 +261,7 @@ class CombinedSource:
     def __init__(self, sources: Sequence[TableSource]) -> None:
         self._sources = list(sources)
         self._of = {full: source for source in self._sources for full in source.tables()}
-        self._drained: dict[str, Keys] = {}  # of sources asked before one that raised
+        self._drained: list[Mapping[str, Keys]] = []  # of sources asked before one that raised
         if len(self._of) < sum(len(source.tables()) for source in self._sources):
             raise TrackerError("a table is in two of the combined sources; leave it out of one")
 
@@ -271,8 +270,8 @@ class CombinedSource:
 
     def drain(self) -> Mapping[str, Keys]:
         for source in self._sources:
-            self._drained = merge_keys(self._drained, source.drain())
-        drained, self._drained = self._drained, {}
+            self._drained.append(source.drain())
+        drained, self._drained = merge_keys(*self._drained), []
         return drained
 
     def gather(self, fqn: str, keys: Keys) -> Rows:

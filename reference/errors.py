@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections import deque
+from typing import Any
 from urllib.parse import quote
 
 SECRET_VARIABLES = (
@@ -59,7 +60,7 @@ def is_retriable(error: object) -> bool:
 def is_expired(error: object) -> bool:
     """Whether a fresh credential can help: HTTP 401, or the code or text of an expired token; never 403, a refusal."""
     status = _status(error)
-    return status == 401 or (status != 403 and bool(_EXPIRED.search(f"{getattr(error, 'code', '')} {error}")))
+    return status == 401 or (status != 403 and bool(_EXPIRED.search(f"{getattr(error, 'code', '')} {_text(error)}")))
 
 
 def wrapped(what: str, error: Exception) -> PublisherError:
@@ -69,9 +70,12 @@ def wrapped(what: str, error: Exception) -> PublisherError:
 
 
 def retry_after_s(error: object) -> float | None:
-    """Seconds the store asked to be left alone for; None when it asked for nothing."""
-    wait_s = getattr(error, "retry_after_s", None)
-    return None if wait_s is None else max(0.0, float(wait_s))
+    """Seconds the store asked to be left alone for; None when it asked for nothing, or in words."""
+    wait_s: Any = getattr(error, "retry_after_s", None)
+    try:
+        return max(0.0, float(wait_s))
+    except (TypeError, ValueError):
+        return None
 
 
 def remember(*secrets: str | None) -> None:
@@ -81,13 +85,20 @@ def remember(*secrets: str | None) -> None:
 
 def redact(error: object, length_max: int = TEXT_MAX) -> str:
     """Text of an error, short, without known secrets (plain or encoded) and what bears a telling label."""
-    text = str(error) or type(error).__name__
+    text = _text(error)
     known = {*map(os.environ.get, SECRET_VARIABLES), *_remembered}
     for secret in sorted(filter(None, known), key=len, reverse=True):
         if len(secret) > 3:  # shorter ones would tear words apart
             text = _pattern(secret).sub("[redacted]", text)
     text = _IN_URL.sub(r"\1\2[redacted]", _LABELLED.sub(r"\1[redacted]", text))
     return text if len(text) <= length_max else text[:length_max] + "…"
+
+
+def _text(error: object) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # an error that cannot be told must not become another one, in the thread that reports it
+        return type(error).__name__
 
 
 def _pattern(secret: str) -> re.Pattern[str]:

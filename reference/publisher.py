@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +18,12 @@ from .connect import connect
 from .contract import ContractError, Manifest, TableRef, embedding_names
 from .delta import DeltaError, Keys
 from .dumper import Cadence, Dumper, Source, TableSource, keys_of, merge_keys
-from .errors import PublisherError, wrapped
+from .dynamic import CombinedSource, DynamicSource
+from .errors import PublisherError, redact, wrapped
 from .restart import TARGET, RankState, Restart, join, pack
 from .settings import Settings
 from .shards import Files, ShardWriter, State
-from .uploader import Uploader, UploadError
+from .uploader import Uploader
 
 __all__ = ["Publisher", "PublisherError", "connect"]
 
@@ -65,13 +68,17 @@ class Publisher:
         self._spill: ShardWriter | None = None
         self._step = 0
         self._restart: Restart | None = None  # the state loaded last
-        self._repairing = self._finished = self._closed = False
+        self._repairing = self._finished = self._closed = self._released = False
         self._earlier_ts = 0  # newest ts of rows that no loaded state accounts for
         self.generation: str | None = None  # names this start of this rank in shards and logs
 
     @classmethod
-    def for_model(cls, model: Any, settings: Settings, client: Any = None) -> Self:
+    def for_model(
+        cls, model: Any, settings: Settings, client: Any = None, dynamic: DynamicSource | None = None
+    ) -> Self:
         """Publisher of this rank for a TorchRec model (DistributedModelParallel), from torch.distributed's state.
+
+        `dynamic` has the rows of the model's dynamic tables, when it has such.
 
         Raises:
             TrackerError: a table whose sharding cannot be followed. ContractError: names that collide.
@@ -81,8 +88,9 @@ class Publisher:
         from .tracker import TorchRecSource
 
         grouped = dist.is_available() and dist.is_initialized()
+        source = TorchRecSource(model, dynamic)
         return cls(
-            TorchRecSource(model),
+            source if dynamic is None else CombinedSource([source, dynamic]),
             client,
             settings,
             rank=dist.get_rank() if grouped else 0,
@@ -97,8 +105,20 @@ class Publisher:
         Raises:
             PublisherError: the view cannot be created or opened, or is of another shape.
             UploadError: the store's greatest ts cannot be read. ShardError: `retain` or `spill` is no usable place.
+            A publisher whose start failed is closed: make another.
         """
+        if self.generation is not None:
+            raise PublisherError(f"rank {self._rank}: a publisher starts once; make a new one")
         self.generation = self._new_generation()
+        try:
+            self._start()
+        except BaseException:
+            with contextlib.suppress(Exception):  # whatever it says, the first error is the one to raise
+                self.close(drain=False)
+            self._uploader = None  # and there is no state to save
+            raise
+
+    def _start(self) -> None:
         error = self._create_view_first()
         self._meet()
         error = error or self._error_of("open", self._use_view)
@@ -134,7 +154,7 @@ class Publisher:
             UploadError: an earlier step could not be sent. DeltaError: a row that must not be sent.
         """
         self._running().check_error()
-        self._step, self._finished = step, False
+        self._step, self._finished = (step := operator.index(step)), False
         if self._cadence.due(step) or self._repairing:
             self._publish(step, "restore" if self._repairing else "dump")
 
@@ -151,7 +171,7 @@ class Publisher:
             UploadError: names every step that is not acknowledged.
         """
         uploader = self._running()
-        self._flush_last(step)
+        self._flush_last(operator.index(step))
         uploader.drain()
         self._finished = True
 
@@ -161,12 +181,14 @@ class Publisher:
         Raises:
             UploadError: steps are not acknowledged. PublisherError: rows were touched and `finish` was not called.
         """
-        if self._uploader is None or self._closed:
+        if self.generation is None or self._closed:
             return
         self._closed = True
         try:
-            self._uploader.close(drain)
+            if self._uploader is not None:
+                self._uploader.close(drain)
         finally:
+            self._released = True
             self._let_go()  # nothing is pending any more, or it was given up
         if not self._finished and (rows := sum(map(len, self._dumper.tracked().values()))):
             raise PublisherError(
@@ -185,7 +207,7 @@ class Publisher:
         return RankState(
             rank=self._rank,
             world_size=self._world_size,
-            step=self._step if step is None else step,
+            step=self._step if step is None else operator.index(step),
             watermark_ms=self._uploader.watermark_ms(),
             pending=pack(self._pending(self._uploader)),
             replicated=pack(self._dumper.replicated),
@@ -201,6 +223,7 @@ class Publisher:
         Raises:
             RestartError: a rank's state is missing, or they are not of one checkpoint of this view and version.
             PublisherError: the SDK cannot list changed rows. UploadError: what was queued cannot be delivered.
+            ShardError: `spill` cannot be read.
         """
         self._load(join([states] if isinstance(states, Mapping) else states, self._settings))
 
@@ -235,7 +258,7 @@ class Publisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             self.close(drain=error is None)
-        except (UploadError, PublisherError) as left:
+        except (RuntimeError, DeltaError) as left:  # UploadError, PublisherError, and what the source says
             if error is None:
                 raise
             error.add_note(f"while closing the publisher: {left}")
@@ -255,10 +278,12 @@ class Publisher:
             self._earlier_ts = 0
         table = self._dumper.dump(step, source)
         if table is not None:
+            uploader = self._running()
             try:
-                self._running().submit(step, table)
-            except DeltaError:
-                self._dumper.track(keys_of(table))  # refused, so it is not pending: a state must still name its rows
+                uploader.submit(step, table)
+            except BaseException:  # a signal handler's too
+                if all(table is not pending for _, pending in uploader.pending()):
+                    self._dumper.track(keys_of(table))  # refused, and tracked nowhere else: a state must name its rows
                 raise
         self._repairing = False
 
@@ -273,14 +298,15 @@ class Publisher:
 
     def _begin_restart(self, uploader: Uploader, restart: Restart) -> None:
         """Track again what the checkpoint says the store lacks, and what was published or spilled after it."""
-        self._earlier_ts = 0
+        self._earlier_ts, self._finished = 0, False
         uploader.drain()  # when a running job goes back, what it queued must be in the store before that is read
         self._settle()
         uploader.catch_up(restart.ts_max)
-        self._dumper.discard()
         discarded = self._discarded(restart.ts_min, uploader)
         spilled = [] if self._spill is None else map(keys_of, self._spill.keys_after(restart.ts_min))
-        rows = self._dumper.take_over(merge_keys(restart.pending, discarded, *spilled), restart.replicated)
+        owed = merge_keys(restart.pending, discarded, *spilled)
+        self._dumper.discard()  # not sooner: a load that fails forgets nothing
+        rows = self._dumper.take_over(owed, restart.replicated)
         self._repairing = rows > 0
         log.info("rank %d, generation %s: %d rows to publish again after a restart", self._rank, self.generation, rows)
 
@@ -306,8 +332,12 @@ class Publisher:
             changed, cursor = uploader.read_changes(cursor)
             found = merge_keys(found, keys_of(changed, "pk", "sk"))
             more = changed.num_rows > 0 and cursor < uploader.ts_last  # above it is only what this job publishes by now
-        rows = {self._names[fqn]: info.rows for fqn, info in self._tables.items()}
-        outside = {name: int(np.count_nonzero(keys >= rows.get(name, -np.inf))) for name, keys in found.items()}
+        ends = {self._names[fqn]: info.rows for fqn, info in self._tables.items()}
+        outside = {
+            name: int(np.count_nonzero((keys < 0) | (keys >= end)))
+            for name, keys in found.items()
+            if (end := ends.get(name, 0)) is not None
+        }
         if self._rank == 0 and any(outside.values()):
             foreign = {name: count for name, count in outside.items() if count}
             log.warning("rows that this model has no place for stay in the store as they are, by table: %s", foreign)
@@ -317,8 +347,9 @@ class Publisher:
         """Keeps deltas under this generation's name."""
         if where is None or self.generation is None:
             return None
-        owner = (self._settings, self._rank, self._world_size, self.generation)
-        return ShardWriter(Files(where), *owner, names=self._names, state=state)
+        files, owner = Files(where), (self._settings, self._rank, self._world_size, self.generation)
+        files.prepare()
+        return ShardWriter(files, *owner, names=self._names, state=state)
 
     def _new_generation(self) -> str:
         return f"{int(self._clock.time() * 1000):013d}-{uuid.uuid4().hex[:8]}"
@@ -406,11 +437,16 @@ class Publisher:
         self._let_go()
         self._client = None
         self._use_view()
+        if self._released:  # `close` did not wait for this
+            self._let_go()
         return self._view
 
     def _let_go(self) -> None:
         """Release the threads of the view and the connections of a client made here, where the SDK can."""
-        if hasattr(self._view, "close"):
-            self._view.close(wait=False)
-        if self._connect is not None and hasattr(self._client, "close"):
-            self._client.close()
+        try:
+            if hasattr(self._view, "close"):
+                self._view.close(wait=False)
+            if self._connect is not None and hasattr(self._client, "close"):
+                self._client.close()
+        except Exception as error:  # what it fails to release must hide no error that matters, nor quote a secret
+            log.warning("rank %d: view or client could not be closed: %s", self._rank, redact(error))

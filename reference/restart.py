@@ -77,7 +77,7 @@ def join(states: Sequence[Mapping[str, Any]], settings: Settings) -> Restart:
                 "acknowledged there would be missing here; keep the setting, or publish the whole model again"
             )
     found, world_size = sorted(rank.rank for rank in ranks), ranks[0].world_size
-    if found != list(range(world_size)):
+    if len(found) != world_size or found != list(range(world_size)):
         raise RestartError(f"states of ranks {found}, expected each of 0 to {world_size - 1} once: load those of all")
     marks = [rank.watermark_ms for rank in ranks]
     pending = merge_keys(*(_unpack(rank.pending) for rank in ranks))

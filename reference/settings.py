@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import ipaddress
 import re
-import sys
 from os import PathLike
 from pathlib import Path
 from typing import Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
 from .contract import EmbeddingType, Naming
 
-COUNTS = ("every_steps", "batch_size", "max_workers", "queue_steps_max", "queue_bytes_max", "retry_attempts_max")
+COUNTS = ("every_steps", "batch_size", "max_workers", "queue_steps_max", "retry_attempts_max", "ttl_s")
 DURATIONS = ("every_minutes", "flush_timeout_s", "close_timeout_s", "progress_s")
-DURATION_MIN, FINITE_MAX = 1e-9, sys.float_info.max
-MOST = {"shard_count": 20, "replication_count": 3}
+SECRET = re.compile(r"(?i)secret|password|token|credential|access_?key|username")
+SECONDS_MAX = 2**31  # 68 years; what waits cannot count beyond 292
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(COUNTS, (1, 2**31 - 1)),
+    **dict.fromkeys(DURATIONS, (1e-9, SECONDS_MAX)),
+    "queue_bytes_max": (1, 2**63 - 1),
+    "settle_s": (0, SECONDS_MAX),
+    "retry_delay_ms_min": (0, 1000 * SECONDS_MAX),
+    "shard_count": (1, 20),
+    "replication_count": (1, 3),
+}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,28 +89,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"{path}: {key}{what}; docs/publisher.md says what each key takes") from None
 
     def __post_init__(self) -> None:
+        for field in _fields(type(self)):  # of a TOML file they have been checked, of a call not
+            try:
+                msgspec.convert(getattr(self, field.name), field.type)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"setting {field.name}: {error}; docs/publisher.md says what it takes") from None
         for name in ("project", "view", "entity"):
             if not getattr(self, name).strip():
                 raise ValueError(f"setting {name} is empty")
         check_version(self.version)
         check_endpoint(self.endpoint)
         for name in ("retain", "spill"):
-            if "@" in urlsplit(getattr(self, name) or "").netloc:
-                raise ValueError(f"setting {name} holds a login: give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID etc.")
+            if (place := getattr(self, name)) is not None and (wrong := wrong_place(place)):
+                raise ValueError(f"setting {name} {wrong}")
         if (self.every_steps is None) == (self.every_minutes is None):
             raise ValueError("set exactly one of every_steps and every_minutes")
-        least = dict.fromkeys((*COUNTS, *MOST, "ttl_s"), 1) | dict.fromkeys(DURATIONS, DURATION_MIN)
-        least |= {"settle_s": 0, "retry_delay_ms_min": 0, "retry_delay_ms_max": self.retry_delay_ms_min}
-        for name, low in least.items():
-            number, high = getattr(self, name), MOST.get(name, FINITE_MAX)
-            if number is not None and not low <= number <= high:
-                known = f"{low} to {high}" if name in MOST else f"{low} or more, but no infinity"
-                raise ValueError(f"setting {name} is {number}, expected {known}")
+        ranges = RANGES | {"retry_delay_ms_max": (self.retry_delay_ms_min, 1000 * SECONDS_MAX)}
+        for name, (low, high) in ranges.items():
+            if (number := getattr(self, name)) is not None and not low <= number <= high:
+                raise ValueError(f"setting {name} is {number}, expected {low} to {high}")
+
+
+_fields = functools.cache(msgspec.structs.fields)
 
 
 def _cure(key: str, known: tuple[str, ...]) -> str:
     """What to do about a key that is not a setting."""
-    if re.search(r"(?i)secret|password|token|credential|access_?key|username", key):
+    if SECRET.search(key):
         return (
             "looks like a credential, which no file should hold: take it out, change it if others could read it, and "
             "set the environment variables that docs/publisher.md names"
@@ -114,6 +128,17 @@ def check_version(version: str) -> None:
     """Raise ValueError for a version that is empty, or that serving reads when it names none."""
     if not version.strip() or version.strip().lower() == "default":
         raise ValueError(f"setting version is {version!r}: name a version of your own, serving reads 'default'")
+
+
+def wrong_place(where: str) -> str | None:
+    """What is wrong with a place for shards, a folder or a URI; None when nothing is to be seen."""
+    try:
+        uri = urlsplit(where)
+    except ValueError as error:
+        return f"is no URI ({error}): give a folder or s3://BUCKET/PREFIX"
+    if "@" in uri.netloc or any(SECRET.search(name) for name, _ in parse_qsl(uri.query)):
+        return "holds a login: give s3://BUCKET/PREFIX, and the login in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return None if where.strip() else "is empty: give a folder or s3://BUCKET/PREFIX"
 
 
 def check_endpoint(endpoint: str | None) -> None:

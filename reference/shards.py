@@ -15,12 +15,13 @@ import errno
 import hashlib
 import io
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -30,7 +31,8 @@ import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from .settings import Settings
+from .errors import redact
+from .settings import Settings, wrong_place
 
 FORMAT = 1
 GROUP_ROWS, GROUP_BYTES = 64_000, 1 << 25  # of one row group, about; a batch of the store is never divided
@@ -122,19 +124,33 @@ class Files:
     """
 
     def __init__(self, where: str, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
-        if not where or "@" in urlsplit(where).netloc:
-            raise ShardError(
-                "the place for shards is empty or holds credentials: give a folder or s3://BUCKET/PREFIX, and the "
-                "credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
+        if wrong := wrong_place(where):
+            raise ShardError(f"the place for shards {wrong}")
         try:
             if filesystem is None:
                 uri = where if "://" in where else os.path.abspath(where)
                 filesystem, where = pyarrow.fs.FileSystem.from_uri(uri)
         except (OSError, ValueError, NotImplementedError) as error:  # pa.ArrowException derives from these
-            raise ShardError(f"{where.partition('?')[0]!r} is no place for shards: {error}") from None
+            place, _, query = where.partition("?")  # whatever the query holds is not repeated
+            what = redact(str(error).replace(query, "…") if query else error)
+            raise ShardError(f"{place!r} is no place for shards: {what}") from None
         self._where, self._is_local = where, isinstance(filesystem, pyarrow.fs.LocalFileSystem)
         self._system = pyarrow.fs.SubTreeFileSystem(where, filesystem)
+
+    def prepare(self) -> None:
+        """See that files can be made here (an object store: that it answers), before there is one to keep.
+
+        Raises:
+            ShardError: they cannot.
+        """
+        try:
+            if self._is_local:
+                make_folder(self._where)
+                tempfile.TemporaryFile(dir=self._where).close()
+            else:
+                self.exists()
+        except OSError as error:
+            raise ShardError(f"{self._where!r} cannot be used as a place for shards: {redact(error)}") from None
 
     def exists(self) -> bool:
         """Whether there is such a folder. Raises OSError when nobody can say."""
@@ -265,18 +281,24 @@ class ShardWriter:
         A start must rule all of them out (`Uploader.catch_up`): the store never saw those of spilled rows, and a clock
         that is behind would give smaller ones to newer rows, which a resend would then take for older.
         """
-        return max((entry.manifest.ts_last for entry in find(self._files, self._folder).entries), default=0)
+        return max((entry.manifest.ts_last for entry in self._entries()), default=0)
 
     def keys_after(self, ts: int) -> Iterator[pa.Table]:
         """Columns table_fqn and key_id of every whole shard of this view, version and state with a ts (ms) above `ts`.
 
         A restart publishes these rows again, so that no later resend finds its own values older than the spilled ones.
         """
-        for entry in find(self._files, self._folder).entries:
+        for entry in self._entries():
             if entry.manifest.ts_last > ts and entry.manifest.state == self._state:
                 with contextlib.suppress(Damaged):  # nothing resends it either
                     verify(self._files, entry)
                     yield pq.read_table(self._files.open(entry.shard), columns=["table_fqn", "key_id"])
+
+    def _entries(self) -> list[Entry]:
+        try:
+            return find(self._files, self._folder).entries
+        except OSError as error:
+            raise ShardError(f"the shards of earlier starts cannot be read: {redact(error)}") from None
 
     def _path(self, step: int, seq: int) -> str:
         """Path of one submission's files, without their endings."""

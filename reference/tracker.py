@@ -107,13 +107,14 @@ class TorchRecSource:
         """
         for check in self._checks:
             check()
+        shared = {full: self._rows(full, np.array([zch.shared_slot])).tobytes() for full, zch in self._zch.items()}
         with self._lock:
             ids = {full: record.fold().cpu().numpy() for full, record in self._records.items() if record.count}
             found = {full: self._global_keys(full, local) for full, local in ids.items()}
             for record in self._records.values():
                 record.clear()
         for full, zch in self._zch.items():
-            changed = zch.changed(self._rows(full, np.array([zch.shared_slot])).tobytes())
+            changed = zch.changed(shared[full])
             found = merge_keys(found, {full: changed} if len(changed) else {})
         for full in self._elsewhere & found.keys():
             assert self._dynamic is not None
@@ -155,7 +156,7 @@ class TorchRecSource:
                 collection=collection,
                 table=table,
                 feature_names=tuple(config.feature_names),
-                rows=config.num_embeddings,
+                rows=config.num_embeddings if collision is None else None,
                 dim=config.embedding_dim,
                 sharding=plan.sharding_type,
                 hosted=False,

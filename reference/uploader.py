@@ -110,7 +110,7 @@ class Uploader:
         self._view, self._settings, self._clock, self._names, self._dims = view, settings, clock, names, dims
         self._rank, self._world_size = rank, world_size
         # A write larger than the SDK's batch would be split there, and its summary would count other batches than ours.
-        self._batch_size = min(settings.batch_size, int(getattr(view, "_batch_size", settings.batch_size)))
+        self._batch_size = min(settings.batch_size, int(getattr(view, "_batch_size", None) or settings.batch_size))
         self._random = random.Random(rank)
         # Guards everything below. A signal handler gets in all the same: iterate over copies, look once at a thing.
         self._changed = threading.Condition()
@@ -317,17 +317,19 @@ class Uploader:
     # -- the background thread's side ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (job := self._next_job()) is not None:
-            try:
-                self._upload(job)
-            except BaseException as error:  # SystemExit too, which would end the thread without a word
-                self._fail(job, error)
-                self._spill_rest()
-            else:
-                self._acknowledge(job)
-        with self._changed:
-            self._working = False
-            self._changed.notify_all()
+        try:
+            while (job := self._next_job()) is not None:
+                try:
+                    self._upload(job)
+                except BaseException as error:  # SystemExit too, which would end the thread without a word
+                    self._fail(job, error)
+                    self._spill_rest()
+                else:
+                    self._acknowledge(job)
+        finally:  # also after an error of the spill or of a log handler: `_stop` must not wait for this thread
+            with self._changed:
+                self._working = False
+                self._changed.notify_all()
 
     def _next_job(self) -> _Job | None:
         with self._changed:
@@ -377,7 +379,7 @@ class Uploader:
             except Exception as error:
                 failure = error if isinstance(error, AttemptError) else self._judge([error])
             self.counters["failures"] += 1
-            self._expired |= failure.expired
+            self._expired |= online and failure.expired  # not when it is the place for shards that has another login
             if not failure.retriable or attempt >= self._settings.retry_attempts_max:
                 raise failure
             delay_s = self._retry_delay_s(attempt, failure.retry_after_s)
@@ -519,6 +521,8 @@ class Uploader:
         """
         counts = {"total_batches": batches, "failed_batches": 0}
         counts |= {"total_records": rows, "success_records": rows, "failed_records": 0}
+        if not isinstance(summary, Mapping):
+            raise self._judge([f"the flush summary is {type(summary).__name__}, not a dict"])
         seen = {name: summary.get(name) for name in counts}
         reported = list(summary.get("errors") or ())
         if seen != counts or reported:
@@ -531,9 +535,11 @@ class Uploader:
         expired = [error for error in reported if self._reconnect is not None and self._is_expired(error)]
         fatal = [error for error in reported if error not in expired and not self._is_retriable(error)]
         waits_s = [wait_s for error in reported if (wait_s := errors.retry_after_s(error)) is not None]
-        worst = (fatal or expired or list(reported))[0]
-        kind = f"{type(worst).__name__}: " if isinstance(worst, BaseException) and str(worst) else ""
-        what, wait_s = f"{kind}{self._redact(worst)}{detail}", max(waits_s, default=None)
+        worst, name = (fatal or expired or list(reported))[0], ""
+        text, wait_s = self._redact(worst), max(waits_s, default=None)
+        if isinstance(worst, BaseException) and text != type(worst).__name__:
+            name = f"{type(worst).__name__}: "
+        what = f"{name}{text}{detail}"
         return AttemptError(what, retriable=not fatal, expired=bool(expired), retry_after_s=wait_s)
 
     _is_retriable = staticmethod(errors.is_retriable)

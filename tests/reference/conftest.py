@@ -167,7 +167,7 @@ class ArraySource:
             fqn(*ref): TableInfo(fqn(*ref), *ref, ("f",), rows, dim, sharding, True)
             for ref, (rows, dim, sharding) in tables.items()
         }
-        self.weights = {name: np.zeros((info.rows, info.dim), np.float32) for name, info in self.infos.items()}
+        self.weights = {fqn(*ref): np.zeros((rows, dim), np.float32) for ref, (rows, dim, _) in tables.items()}
         self.touched: dict[str, set[int]] = {}
         self.depth = 0
 

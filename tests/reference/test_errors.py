@@ -90,7 +90,8 @@ def test_the_fakes_table_and_this_module_agree() -> None:
 
 
 def test_the_stores_wish_to_be_left_alone_is_never_negative() -> None:
-    assert [retry_after_s(Said(retry_after_s=wait_s)) for wait_s in (None, -1, 2)] == [None, 0.0, 2.0]
+    assert [retry_after_s(Said(retry_after_s=wait_s)) for wait_s in (None, -1, 2, "3")] == [None, 0.0, 2.0, 3.0]
+    assert retry_after_s(Said(retry_after_s="Wed, 21 Oct 2026 07:28:00 GMT")) is None
     assert retry_after_s("text") is None
 
 

@@ -5,13 +5,17 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from alibabacloud_credentials.utils import auth_util
 
+from deltaproof.fakes.dynamicemb import DynamicTable, TableOptions
 from deltaproof.reference import publisher as publisher_module
 from deltaproof.reference.contract import ContractError, Manifest, TableRef, embedding_names
 from deltaproof.reference.delta import DeltaError
+from deltaproof.reference.dynamic import DynamicSource, DynamicSpec
 from deltaproof.reference.publisher import Publisher, PublisherError, connect
+from deltaproof.reference.shards import ShardError
 from deltaproof.reference.uploader import UploadError
 
 A, B = "m.a.embedding_bags.t", "m.b.embedding_bags.t"
@@ -293,7 +297,7 @@ def test_a_publisher_for_a_model_takes_its_place_from_the_process_group_and_conn
 
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(distributed=dist))
     monkeypatch.setitem(sys.modules, "torch.distributed", dist)
-    tracker = types.SimpleNamespace(TorchRecSource=lambda model: model)
+    tracker = types.SimpleNamespace(TorchRecSource=lambda model, dynamic: model)
     monkeypatch.setitem(sys.modules, "deltaproof.reference.tracker", tracker)
     monkeypatch.setattr(publisher_module, "connect", connect_once)
     publisher = Publisher.for_model(source, wanted, client if given else None)
@@ -388,3 +392,192 @@ def test_the_publisher_writes_the_manifest_that_an_exporter_writes(kit: Any, tmp
     assert (tmp_path / "published.json").read_bytes() == (tmp_path / "exported.json").read_bytes()
     names = {table.table_fqn: table.embedding_name for table in Manifest.read(tmp_path / "published.json").tables}
     assert names == publisher.manifest() == {"m.ebc_user.embedding_bags.t": "t__ebc", "m.ec.embeddings.t": "t__ec"}
+
+
+def threads_named_upload() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("deltaproof-upload")]
+
+
+@pytest.mark.parametrize("breaks", ["barrier", "spill", "retain", "mark", "restart"])
+def test_a_start_that_fails_half_way_leaves_nothing_open(
+    kit: Any, source: Any, client: Any, tmp_path: Path, breaks: str
+) -> None:
+    closed = list[int]()
+    client.exists, client.close = True, lambda: closed.append(1)
+    (tmp_path / "file").write_text("")
+    changes = {breaks: str(tmp_path / "file")} if breaks in ("spill", "retain") else {}
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def unreadable(version: str) -> int:
+        raise PermissionError("no access")
+
+    if breaks == "mark":
+        client.view.high_water_ts = unreadable
+    barrier: Any = interrupted if breaks == "barrier" else lambda: None
+    how: dict[str, Any] = {"rank": 0, "world_size": 1, "barrier": barrier, "connect": lambda: client}
+    before = threads_named_upload()
+    publisher = Publisher(source, None, kit.settings(**changes), **how)
+    if breaks == "restart":
+        publisher.start_over()  # which a view without read_changes cannot do
+    with pytest.raises((KeyboardInterrupt, PublisherError, ShardError, UploadError)):
+        publisher.start()
+    assert threads_named_upload() == before
+    assert (client.view.closed, closed) == (breaks != "barrier", [1])
+    for call in (lambda: publisher.after_step(1), publisher.start):
+        with pytest.raises(PublisherError, match="make a new one"):
+            call()
+    with pytest.raises(PublisherError, match="no state"):  # one would say that nothing is owed
+        publisher.state_dict()
+    publisher.close()
+    assert closed == [1]
+
+
+def test_a_publisher_starts_once(kit: Any, source: Any, client: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.close()  # before the start: nothing to do
+    publisher.start()
+    running = threads_named_upload()
+    with pytest.raises(PublisherError, match="starts once; make a new one"):
+        publisher.start()
+    assert threads_named_upload() == running
+    source.train(A, [1], 1.0)
+    publisher.finish(1)
+    publisher.close()
+    with pytest.raises(PublisherError, match="starts once; make a new one"):
+        publisher.start()
+
+
+def test_an_sdk_that_fails_to_close_hides_no_error_and_quotes_no_secret(
+    kit: Any, source: Any, client: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    def refuse(wait: bool = True) -> None:
+        raise ConnectionError("login of planted-password failed")
+
+    monkeypatch.setenv("FEATUREDB_PASSWORD", "planted-password")
+    client.view.close, client.view.script = refuse, ["fatal"]
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    publisher.after_step(5)
+    with pytest.raises(UploadError, match=r"no access.*steps \[5\]"):
+        publisher.close()
+    assert "view or client could not be closed" in caplog.text
+    assert "planted" not in caplog.text
+
+
+def test_a_client_made_while_the_publisher_was_closed_is_let_go(kit: Any, source: Any) -> None:
+    clients, entered, release = list[Any](), threading.Event(), threading.Event()
+
+    def connect_slowly() -> Any:
+        if clients:
+            entered.set()
+            assert release.wait(kit.deadline_s)
+        clients.append(kit.client(kit.view(["expired"]), exists=True))
+        return clients[-1]
+
+    how: dict[str, Any] = {"rank": 0, "world_size": 1, "barrier": lambda: None, "connect": connect_slowly}
+    publisher = Publisher(source, None, kit.settings(), **how)
+    publisher.start()
+    thread = publisher.uploader._thread
+    assert thread is not None
+    source.train(A, [1], 1.0)
+    publisher.after_step(5)
+    assert entered.wait(kit.deadline_s)
+    with pytest.raises(UploadError):
+        publisher.close(drain=False)
+    release.set()
+    thread.join(kit.deadline_s)
+    assert [made.view.closed for made in clients] == [True, True]
+
+
+def test_what_a_signal_handler_interrupted_is_still_tracked(
+    kit: Any, source: Any, client: Any, monkeypatch: Any
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    for where in ("deltaproof.reference.uploader.validate", "deltaproof.reference.dumper.merge_keys"):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.finish(5)
+        source.train(A, [2], 2.0)
+        assert set(publisher.state_dict()["pending"]) == {A}
+    publisher.finish(6)
+    publisher.close()
+    assert {key for _, key in client.view.stored} == {1, 2}
+
+
+def test_what_submit_could_not_queue_any_more_is_pending_once(kit: Any, source: Any, client: Any) -> None:
+    client.view.script = ["fatal"]
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1, 2], 1.0)
+    for _ in range(2):
+        with pytest.raises(UploadError):
+            publisher.finish(1)
+    with pytest.raises(UploadError, match=r"2 rows of steps \[1\]"):
+        publisher.close()
+
+
+@pytest.mark.parametrize("step", [5.0, "5", None])
+def test_a_step_is_a_whole_number(kit: Any, source: Any, client: Any, step: Any) -> None:
+    publisher = publisher_of(kit, source, client)
+    publisher.start()
+    source.train(A, [1], 1.0)
+    calls = [publisher.after_step, publisher.finish] + [publisher.state_dict] * (step is not None)
+    for call in calls:
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            call(step)
+    five: Any = np.int64(5)
+    publisher.after_step(five)
+    assert type(publisher.state_dict()["step"]) is type(publisher.state_dict(five)["step"]) is int
+    publisher.finish(five)
+    publisher.close()
+    assert len(client.view.stored) == 1
+
+
+def test_what_the_source_says_at_the_end_is_a_note_to_the_error_of_training(
+    kit: Any, source: Any, client: Any, monkeypatch: Any
+) -> None:
+    def broken() -> None:
+        raise DeltaError("id outside", table=A, key=99, step=None)
+
+    def run() -> None:
+        with publisher_of(kit, source, client) as publisher:
+            publisher.start()
+            monkeypatch.setattr(source, "drain", broken)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run()
+    assert "while closing the publisher: id outside" in caught.value.__notes__[0]
+
+
+def test_a_model_with_dynamic_tables_is_published_with_them(
+    kit: Any, source: Any, client: Any, monkeypatch: Any
+) -> None:
+    pytest.importorskip("torch")
+    table = DynamicTable("t", 2, TableOptions(capacity=4, retain_evicted=True))
+    dynamic = DynamicSource([DynamicSpec(TableRef("m.d", "ec", "t"), table, ("f",))])
+    told = list[Any]()
+
+    def track(*what: Any) -> Any:
+        told.append(what)
+        return source
+
+    tracker = types.SimpleNamespace(TorchRecSource=track)
+    monkeypatch.setitem(sys.modules, "deltaproof.reference.tracker", tracker)
+    with Publisher.for_model("model", kit.settings(), client, dynamic=dynamic) as publisher:
+        publisher.start()
+        source.train(A, [1], 1.0)
+        table.lookup(np.array([2**63 - 1]))
+        dynamic.record("m.d.embeddings.t", np.array([2**63 - 1]))
+        publisher.finish(1)
+    assert told == [("model", dynamic)]
+    assert set(client.view.stored) == {(A, 1), ("m.d.embeddings.t", 2**63 - 1)}

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -556,3 +557,52 @@ def test_without_a_client_one_is_made_at_the_start_and_again_when_the_token_expi
     assert closed == [0, 1]
     with pytest.raises(PublisherError, match="needs a client, or connect"):
         Publisher(source, None, kit.settings(), **group).start()
+
+
+def test_a_load_that_fails_forgets_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, publisher = place.started()
+    source.train(T, [1], 1.0)
+    state = publisher.state_dict()
+    source.train(T, [2], 2.0)
+    monkeypatch.setattr(publisher, "_discarded", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        publisher.load_state_dict(state)
+    publisher.finish(1)
+    assert place.stored() == {(T, 1): 1.0, (T, 2): 2.0}
+
+
+def test_a_load_after_finish_needs_another_finish(place: Place) -> None:
+    source, publisher = place.started()
+    source.train(T, [1], 1.0)
+    state = publisher.state_dict()
+    publisher.finish(1)
+    publisher.load_state_dict(state)
+    with pytest.raises(PublisherError, match=r"1 rows .*call finish\(step\)"):
+        publisher.close()
+
+
+def test_rows_beyond_a_tables_ends_are_counted_and_no_key_is_beyond_those_of_a_table_without_any(
+    kit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, least, most = Place(kit), -(2**63), 2**63 - 1
+    place.started()[1].close()
+    keys = [least, -2, 0, 8, 9, most]
+    batch = pa.record_batch(
+        {"pk": [T] * 6 + [DP] * 6, "sk": keys * 2, "embedding": pa.array([[1.0, 2.0]] * 12, pa.list_(pa.float32()))}
+    )
+    place.store.write("deltaproof", "v", batch, version="v1", ts=10**12)
+    _, publisher = place.publisher()
+    publisher._tables[DP] = msgspec.structs.replace(publisher._tables[DP], rows=None)
+    publisher.start_over()
+    publisher.start()
+    [warned] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned.endswith(f"by table: {{'{T}': 4}}")
+    publisher.finish(1)
+    publisher.close()
+
+
+@pytest.mark.parametrize("change", [{"world_size": 10**12}, {"world_size": -1, "rank": -1}, {"rank": 7}])
+def test_a_damaged_number_of_ranks_is_refused_at_once(place: Place, change: dict[str, int]) -> None:
+    _, publisher = place.started()
+    with pytest.raises(RestartError, match="states of ranks"):
+        publisher.load_state_dict(publisher.state_dict() | change)

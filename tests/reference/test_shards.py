@@ -569,6 +569,24 @@ def test_a_refused_place_is_named_without_its_query() -> None:
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "where", ["s3://bucket?region=%zz&hush=hunter2", "s3://buc ket?hush=hunter2", "gopher://place?hush=hunter2"]
+)
+def test_what_arrow_says_of_a_refused_place_repeats_no_query_either(where: str) -> None:
+    with pytest.raises(ShardError, match=r"is no place for shards: .*(parse|Unrecognized)") as error:
+        Files(where)
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_place_where_no_file_can_be_made_is_refused_before_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        with pytest.raises(ShardError, match=r"cannot be used as a place for shards: .*Not a directory"):
+            Files(str(tmp_path / place)).prepare()
+    Files(str(tmp_path / "new" / "folder")).prepare()
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
 def test_a_manifest_with_a_field_more_is_damaged_and_none_can_be_changed(kit: Any, tmp_path: Path) -> None:
     manifest = kept_one(kit, tmp_path).manifest
     text = manifest.encode()

@@ -656,8 +656,9 @@ def test_a_place_whose_token_expired_does_not_have_the_store_connected_again(kit
     uploader = Uploader(view, kit.settings(), 0, 1, reconnect=kit.view, retain=retain)
     uploader.start()
     uploader.submit(3, kit.delta(3, [1]))
+    uploader.submit(4, kit.delta(4, [1]))
     uploader.close()
-    assert (retained, len(view.windows), uploader.counters["retries"]) == ([(3, 0)], 1, 1)
+    assert (retained, len(view.windows), uploader.counters["retries"]) == ([(3, 0), (4, 0)], 2, 1)
 
 
 def test_a_step_that_cannot_be_retained_is_named_and_spilled(kit: Any) -> None:
@@ -782,3 +783,61 @@ def test_progress_is_told_each_time_that_progress_s_went_by_with_the_rows_per_se
         "rank 0, step 2: 20 of 50 rows in 4 s, 5 rows/s",
         "rank 0, step 2: 40 of 50 rows in 8 s, 5 rows/s",
     ]
+
+
+@pytest.mark.parametrize("summary", [None, "ok", 7])
+def test_an_answer_that_is_no_summary_is_an_attempt_that_failed(kit: Any, run: Any, summary: Any) -> None:
+    view = kit.view()
+    answers, honest = [summary], view.write_flush
+    view.write_flush = lambda: answers.pop() if answers and honest() else honest()
+    uploader = run(view, retry_attempts_max=2)
+    uploader.submit(1, kit.delta(1, [1]))
+    uploader.close()
+    assert (uploader.counters["failures"], uploader.acknowledged_step, len(view.windows)) == (1, 1, 2)
+
+
+class Mute(Exception):
+    """An error of an SDK that fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise AttributeError("response")
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_an_error_that_cannot_be_told_is_reported_by_its_kind(kit: Any, run: Any, raised: bool) -> None:
+    view = kit.view()
+    honest = view.write_flush
+
+    def flush() -> dict[str, Any]:
+        summary: dict[str, Any] = honest()
+        if raised:
+            raise Mute
+        return summary | {"errors": [Mute()]}
+
+    view.write_flush = flush
+    uploader = run(view, retry_attempts_max=2)
+    uploader.submit(1, kit.delta(1, [1]))
+    assert "step 1 (1 rows): Mute" in str(raises_within(kit, uploader.close))
+    assert len(view.windows) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_of_its_spill_is_not_waited_for(kit: Any) -> None:
+    def spill(*job: Any) -> None:
+        raise SystemExit
+
+    uploader = Uploader(kit.view(["fatal"]), kit.settings(flush_timeout_s=10 * kit.deadline_s), 0, 1, spill=spill)
+    uploader.start()
+    uploader.submit(1, kit.delta(1, [1]))
+    assert "no access" in str(raises_within(kit, uploader.close))
+
+
+@pytest.mark.parametrize("size", [None, 0])
+def test_an_sdk_that_names_no_batch_size_gets_that_of_the_settings(kit: Any, run: Any, size: int | None) -> None:
+    view = kit.view()
+    view._batch_size = size
+    view._take = lambda rows, *how: view.pending.append((rows, 1))
+    uploader = run(view, batch_size=2)
+    uploader.submit(1, kit.delta(1, range(5)))
+    uploader.close()
+    assert view.windows == [3]

@@ -5,6 +5,7 @@ Leaves what the task returned in `rank<r>.pickle`, or a traceback in `rank<r>.er
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -312,7 +314,8 @@ def raw_ids() -> np.ndarray:
 def zch(rank: int, world_size: int, folder: Path) -> Any:
     """Intervals of training: what this rank publishes after each, and what the model serves for every raw id then."""
     model = shard_zch(world_size)
-    source = CombinedSource([TorchRecSource(model)])
+    tracker = TorchRecSource(model)
+    source = CombinedSource([tracker])
     pool, draw = raw_ids(), np.random.default_rng([3, rank])
 
     def forward(ids: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -329,7 +332,9 @@ def zch(rank: int, world_size: int, folder: Path) -> Any:
         few = draw.choice(pool, 8)
         for _ in range(interval % 3):
             sum(row.square().sum() for row in forward({f: draw.choice(few, 6) for f in FEATURES}).values()).backward()  # type: ignore[union-attr]
-        drained = source.drain()
+        with mock.patch.object(tracker, "_weights", side_effect=MemoryError), contextlib.suppress(MemoryError):
+            raise AssertionError(f"drained without its rows: {source.drain()}")
+        drained = source.drain()  # has all that the attempt which raised would have given
         published = {fqn: (keys, source.gather(fqn, keys)) for fqn, keys in drained.items()}
         model.eval()
         with source.paused(), torch.no_grad():
