@@ -19,7 +19,10 @@ from ..simulator.history import Event, History, LedgerTable
 NEVER, FOREVER = -1, int(np.iinfo(np.int64).max)
 
 #: What struck a rank and how it ended: explains a violation whatever step it belongs to.
-NOTABLE = {"fault", "error", "restored", "finished", "closed", "rank-end", "rank-exit", "rank-ended-by-supervisor"}
+NOTABLE = {
+    *("fault", "error", "restored", "finished", "closed"),
+    *("rank-end", "rank-exit", "rank-ended-by-supervisor", "hang"),
+}
 #: What a rank and the store said to each other.
 TALK = {"sdk-write", "sdk-flush", "request"}
 EVENTS_KEPT = 12
