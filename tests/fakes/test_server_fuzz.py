@@ -232,9 +232,10 @@ def ask(server: FeatureStoreServer, request: bytes, *more: bytes) -> tuple[int, 
     """
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock, suppress(ConnectionError):
-        for part in (request, *more):
-            sock.sendall(part)
-            wait_for_read(sock, 0.1 if more else 0)
+        with suppress(ConnectionError):  # whoever is refused early, and slow, may be answered and cut off by now
+            for part in (request, *more):
+                sock.sendall(part)
+                wait_for_read(sock, 0.1 if more else 0)
         while True:
             head, end, body = received.partition(b"\r\n\r\n")
             length = re.search(rb"(?i)content-length: *(\d+)", head)
