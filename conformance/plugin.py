@@ -71,12 +71,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Kit(config), "deltaproof-kit")
 
 
-class Broken(Exception):
-    """The target broke a property. The text is all a reader needs."""
+class Told(pytest.fail.Exception):  # type: ignore[name-defined, misc]
+    """A failure whose text is all that a reader needs."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, pytrace=False)
 
 
-class KitFailure(Exception):
+class Broken(Told):
+    """The target broke a property."""
+
+    __module__ = "builtins"  # which pytest leaves out of what it prints
+
+
+class KitFailure(Told):
     """The kit, not the target, is to blame, or the input is: nothing is known about the target."""
+
+    __module__ = "builtins"
 
 
 class Kit:
@@ -84,6 +95,7 @@ class Kit:
 
     def __init__(self, config: pytest.Config) -> None:
         from ..simulator.errors import ScenarioError
+        from ..simulator.target import resolve
         from .suite import Suite
 
         self.config = config
@@ -91,6 +103,8 @@ class Kit:
         _make_importable(config)
         self.target: str = config.getoption("deltaproof_target")
         try:
+            if not self.is_worker:
+                resolve(self.target)
             self.engines = Engines(_engine_name(config))
             scenarios = plan(
                 config.getoption("deltaproof_profile"), self.engines.name, config.getoption("deltaproof_seed")
@@ -213,7 +227,7 @@ class Kit:
         report = yield
         # An expected failure is one of the target: what the kit gets wrong is an error all the same.
         if isinstance(item, PropertyTest) and call.excinfo is not None and call.excinfo.errisinstance(KitFailure):
-            report.outcome, report.longrepr = "failed", str(call.excinfo.value)
+            report.outcome = "failed"
             report.__dict__.pop("wasxfail", None)
         return report
 
@@ -288,11 +302,6 @@ class PropertyTest(pytest.Item):
             raise Broken(self.kit.explanation(self.name, self.family))
         if cell.verdict != "held":
             pytest.skip(f"{cell.verdict}: {cell.reason}")
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, Broken | KitFailure):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
         faults = "without a fault" if self.family == "none" else f"under {self.family} faults"

@@ -303,6 +303,8 @@ def judge_cell(run: RunReport, property: str) -> tuple[VerdictName, str]:
         return "broken", finding.violations[0].message if finding.violations else ""
     if run.verdict == "not exercised":
         return "not exercised", run.reason
+    if idle := [fault.text for fault in run.faults if not fault.fired]:
+        return "not exercised", f"never struck: {'; '.join(idle)}"
     return finding.verdict, finding.reason
 
 
