@@ -112,6 +112,7 @@ class TrainingLoop(abc.ABC):
         self.points = Points(scenario, rank, events, self.die, secrets, attempt)
         self.step = self.own_step = 0
         self.where = "train"
+        self.publisher: Any = None
         self.exhaustion = next(self._planned(Exhaustion), None)
         self.policy = next((f.policy for f in scenario.faults if isinstance(f, Exhaustion)), None)
         self._misread: list[tuple[int, float, bool]] = []  # fault, seconds, whether the monotonic clock shows it too
@@ -182,7 +183,7 @@ class TrainingLoop(abc.ABC):
             self.shift_clock(offset.seconds)
         for index, _ in self._planned(RefusedVersion):
             self.points.fired(index, version=self.version)
-        publisher = resolve(self.target)(self.context())
+        publisher = self.publisher = resolve(self.target)(self.context())
         needed = ["start", "after_step", "paused", "finish", "close"]
         if self.scenario.workload.checkpoint_every_steps:
             needed += ["state_dict", "load_state_dict", "start_over"]

@@ -48,6 +48,7 @@ from . import patches
 from .collectives import Group, torch_replacements
 from .files import ROOT, Disk, mounted
 from .lines import preemptible
+from .memory import held_bytes
 from .network import VirtualTransport
 from .scheduler import EPOCH_NS, SECOND_NS, Policy, RankClock, ReplayPolicy, Scheduler, varied
 from .tables import Ledger, Model, VirtualSource, VirtualTrainer
@@ -461,11 +462,11 @@ class _Loop(TrainingLoop):
     """The training loop of a simulated rank."""
 
     def __init__(self, attempt: _Attempt, rank: int, events: _Events) -> None:
-        job = attempt.job
-        super().__init__(attempt.scenario, rank, job.target, events, job.secrets, attempt.number)
+        job, scenario = attempt.job, attempt.scenario
+        super().__init__(scenario, rank, job.target, events, job.secrets, attempt.number)
         self._attempt, self._job = attempt, job
         self.trainer = self._model = VirtualTrainer(
-            attempt.scenario, job.model, attempt.workload, rank, attempt.group, attempt.ledger, job.chance
+            scenario, job.model, attempt.workload, rank, attempt.group, attempt.ledger, job.chance
         )
         if not attempt.number:
             self._model.begin()
@@ -474,6 +475,11 @@ class _Loop(TrainingLoop):
         job.disk.faulty[rank] = FaultyDisk(
             planned, (RETAINED, SPILLED), self.points.fired, self._lose_power, job.disk.open
         )
+
+        # To count what a target holds takes longer than a step: left out where no property would look at it.
+        rows = scenario.world_size * scenario.workload.batch_size * scenario.workload.ids_per_sample_max
+        step_bytes = sum(4 * t.dim * min(t.rows, rows * len(t.feature_names)) for t in scenario.tables)
+        self._may_hold_much = step_bytes * scenario.workload.steps > scenario.publisher.queue_bytes_max
 
     def _lose_power(self) -> None:
         self._job.disk.lose_power(self.rank)
@@ -533,6 +539,13 @@ class _Loop(TrainingLoop):
 
     def counting(self) -> AbstractContextManager[Counter[str]]:
         return self._attempt.group.counting()
+
+    def resident_bytes(self) -> int | None:
+        if not self._may_hold_much:
+            return None
+        tasks = (task for task in self._job.scheduler.tasks if task.rank == self.rank and task.alive)
+        stacks = [task.greenlet.gr_frame for task in tasks]
+        return self._model.bytes + held_bytes([self.publisher, *stacks])
 
     def die(self) -> None:
         self._attempt.killed(self.rank)

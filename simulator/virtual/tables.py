@@ -142,6 +142,11 @@ class VirtualTrainer:
         self._touched: dict[int, Keys] = {}
         self._began: dict[int, Rows] = {}
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights that this rank hosts."""
+        return sum(shard.weight.nbytes for shard in self._shards.values())
+
     def begin(self) -> None:
         """Tell the ledger from which weights training starts."""
         self._began = {index: shard.weight.copy() for index, shard in self._shards.items()}
