@@ -1,4 +1,5 @@
-"""The command line: ``demo``, ``run``, ``replay``, ``explore``, ``serve``, ``readback``, ``resend`` and ``list``.
+"""The command line: ``demo``, ``run``, ``replay``, ``explore``, ``serve``, ``readback``, ``resend``, ``list``, and
+``show`` and ``check`` of cli_histories.py.
 
 Exit codes: 0 everything held, 1 a property broke, 2 bad input or environment, 3 a planned fault never fired or nothing
 could be checked, 4 the kit itself failed, 130 interrupted.
@@ -30,6 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from . import cli_histories
+from .cli_histories import HistoryOption
 from .conformance.check import check, load, save_failure
 from .conformance.verdict import Report, Verdict, worst
 from .simulator.errors import KitError, ScenarioError
@@ -98,6 +101,10 @@ INTERRUPTED = 128 + signal.SIGINT
 #: Runs between two lines of progress when nobody watches a bar.
 LOG_EVERY = 50
 FAILURES = Path("deltaproof-failures")
+
+
+app.command()(cli_histories.show)
+app.command()(cli_histories.check)
 
 
 @app.callback(invoke_without_command=True)
@@ -180,16 +187,18 @@ def run(
     engine: EngineOption = "processes",
     data: DataOption = None,
     keep: Annotated[Path | None, typer.Option(help="Keep each run's logs, events and ledger in this folder.")] = None,
+    history: HistoryOption = None,
     failures: FailuresOption = FAILURES,
     as_json: JsonFlag = False,
 ) -> None:
     """Run scenario files (docs/scenarios.md says what they hold) and judge them."""
+    cli_histories.prepare(history)
     work = []
     for path in files:
         saved = load(path)
         work.append((_with_data(saved.scenario, data), target or saved.target))
     with _engine(engine, keep=keep) as running:
-        reports = _run_all(running, work, quiet=as_json)
+        reports = _run_all(running, work, quiet=as_json, histories=history)
     _finish("run", reports, failures, as_json)
 
 
@@ -198,14 +207,16 @@ def replay(
     file: Annotated[Path, typer.Argument(help="A failure file, as a failing run prints it.", show_default=False)],
     target: TargetOption = None,
     engine: EngineOption = "processes",
+    history: HistoryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Repeat a saved failure. Exit code 1: it reproduced; 3: it did not (``run`` judges afresh)."""
+    cli_histories.prepare(history)
     saved = load(file)
     if not saved.broken:
         raise ScenarioError(f"{file} is a scenario, not a failure file: deltaproof run judges it")
     with _engine(engine) as running:
-        [report] = _run_all(running, [(saved.scenario, target or saved.target)], quiet=as_json)
+        [report] = _run_all(running, [(saved.scenario, target or saved.target)], quiet=as_json, histories=history)
     broken = {f.property for f in report.findings if f.violations}
     wanted = set(saved.broken)
     reproduced = bool(broken & wanted)
@@ -522,8 +533,9 @@ def _progress(quiet: bool) -> Iterator[Progress]:
         yield progress
 
 
-def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool) -> list[Report]:
-    """Run in order. Every setting of a run is printed before its first step when there is only one."""
+def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool, histories: Path | None = None) -> list[Report]:
+    """Run in order; in the folder ``histories``, if any, each run's history is saved as soon as it is over. Every
+    setting of a run is printed before its first step when there is only one."""
     reports = []
     if len(work) == 1 and not quiet:
         scenario, target = work[0]
@@ -535,6 +547,10 @@ def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool) -> list
         for scenario, target in work:
             progress.update(bar, description=scenario.name)
             reports.append(check(engine, scenario, target))
+            if histories is not None:
+                saved = cli_histories.save(reports[-1], histories)
+                if not quiet:
+                    out.print(Text(f"history: {_program()} show {shlex.quote(str(saved))}"), soft_wrap=True)
             progress.advance(bar)
     return reports
 
@@ -558,9 +574,7 @@ def _finish(command: str, reports: list[Report], failures: Path, as_json: bool) 
         _print_table(reports)
         for report, path in broken:
             _print_failure(report, path)
-        for report in reports:
-            if report.verdict is Verdict.NOT_EXERCISED:
-                out.print(Text(f"{report.history.scenario.name}: not exercised: {report.reason}", "yellow"))
+        _print_not_exercised(reports)
     raise typer.Exit(verdict.exit_code)
 
 
@@ -673,6 +687,12 @@ def _print_table(reports: list[Report]) -> None:
     out.print(table)
 
 
+def _print_not_exercised(reports: list[Report]) -> None:
+    for report in reports:
+        if report.verdict is Verdict.NOT_EXERCISED:
+            out.print(Text(f"{report.history.scenario.name}: not exercised: {report.reason}", "yellow"))
+
+
 def _save(report: Report, folder: Path) -> Path | None:
     """The failure file, or None after a warning: where nothing can be written, the report must still be printed."""
     try:
@@ -692,7 +712,8 @@ def _program() -> str:
     return f"{shlex.quote(sys.executable)} -m deltaproof"
 
 
-def _print_failure(report: Report, path: Path | None) -> None:
+def _print_failure(report: Report, path: Path | None, command: str = "") -> None:
+    """``path``: of the failure file; None where there is none, and then ``command``, if given, repeats the run."""
     from .conformance.explain import explain
 
     history = report.history
@@ -715,8 +736,9 @@ def _print_failure(report: Report, path: Path | None) -> None:
                     out.print(Text(line), soft_wrap=True)
             if finding.total > SHOWN:
                 out.print(Text(f"  ... and {finding.total - SHOWN} more violations of {finding.property}"))
-    command = f"{_program()} replay {shlex.quote(str(path))}"
-    if path is None:
+    if path is not None:
+        command = f"{_program()} replay {shlex.quote(str(path))}"
+    elif not command:
         command = (
             f"{_program()} run FILE --target {shlex.quote(history.target)}, FILE holding this:\n{scenario.to_json()}"
         )

@@ -363,7 +363,7 @@ def test_help_names_every_command() -> None:
     from deltaproof.cli import app
 
     names = {c.name or getattr(c.callback, "__name__", None) for c in app.registered_commands}
-    assert names == {"demo", "run", "replay", "explore", "serve", "list", "readback", "resend"}
+    assert names == {"demo", "run", "replay", "explore", "serve", "list", "readback", "resend", "show", "check"}
 
 
 def test_a_temporary_folder_with_too_long_a_name_is_bad_input(cli) -> None:

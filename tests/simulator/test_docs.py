@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 
 from deltaproof.simulator.faults import POINTS, REGISTRY
+from deltaproof.simulator.history import FINAL_SCHEMA, WRITES_SCHEMA
+from deltaproof.simulator.recorded import EVENTS_SCHEMA, MERGED_SCHEMA
 from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Restart, Scenario, Table, Workload
 
 STRUCTS: list[type[msgspec.Struct]] = [
@@ -43,3 +45,15 @@ def test_every_field_fault_and_point_is_described() -> None:
     ]
     missing += [name for name in (*REGISTRY, *POINTS) if f"`{name}`" not in PAGE]
     assert not missing
+
+
+def test_every_column_of_a_saved_history_is_described() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "histories.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    for name, schema in (
+        ("events.arrow", EVENTS_SCHEMA),
+        ("ledger.arrow", MERGED_SCHEMA),
+        ("writes.arrow", WRITES_SCHEMA),
+        ("final.arrow", FINAL_SCHEMA),
+    ):
+        assert [c for c in schema.names if f"`{c}`" not in rows[name]] == []

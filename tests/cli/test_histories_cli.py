@@ -1,0 +1,193 @@
+"""``show`` and ``check``: what a person reads of a saved history, and that it is judged as it was live."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deltaproof import cli as command_line
+from deltaproof.conformance.judge import judge
+from deltaproof.conformance.specimens import SPECIMENS
+from deltaproof.simulator.faults import RankKill, StoreError
+from deltaproof.simulator.history import History
+from deltaproof.simulator.scenario import Restart, Scenario, Table, Workload
+from deltaproof.simulator.virtual.engine import VirtualEngine
+
+TABLES = (Table(name="item", rows=12), Table(name="item", owner="tower.ebc", rows=12), Table(name="user", rows=12))
+SCENARIO = Scenario(
+    name="a crash/then one rank",
+    seed=4,
+    tables=TABLES,
+    workload=Workload(steps=6, checkpoint_every_steps=2),
+    faults=(RankKill(rank=1, point="train.after-step", nth=5), StoreError(skip=2)),
+    restarts=(Restart(world_size=1),),
+)
+
+
+@pytest.fixture(scope="module")
+def history() -> History:
+    return VirtualEngine().run(SCENARIO)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, history) -> Path:
+    return history.save(tmp_path_factory.mktemp("histories") / "h")
+
+
+@pytest.fixture
+def typed(capsys):
+    """What a command answers: (exit code, stdout, stderr)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        code = command_line._guarded(lambda: command_line.app([str(a) for a in args], standalone_mode=False))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def events_shown(text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.match(r" *\d+\.\d ", line)]
+
+
+def test_show_prints_every_event_in_its_lane(typed, folder, history) -> None:
+    code, text, _ = typed("show", folder, "--limit", "0")
+    assert code == 0
+    assert "2, then 1 ranks" in text
+    assert "fault 0: rank-kill(rank=1, point=train.after-step, nth=5), fired 1 times" in text
+    assert "rank 1 (attempt 0) killed" in text
+    shown = events_shown(text)
+    assert len(shown) == len(history.events)
+    lanes = {"rank0": 0, "rank1": 1, "store": 2}
+    header = next(line for line in text.splitlines() if line.split()[:2] == ["ms", "0"])
+    columns = [header.index(f" {name} ") + 1 for name in ("0", "1")]
+    columns.append(header.index("store"))
+    for line, event in zip(shown, history.events, strict=True):
+        lane = lanes[f"rank{event.rank}" if event.who == "supervisor" else event.who]
+        assert line[columns[lane]] == "*", line
+        assert line.count("*", 0, columns[2] + 1) == 1
+    [killed] = [line for line in shown if "FAULT" in line and "rank-kill" in line]
+    assert "rank1" in killed
+
+
+def test_show_cuts_a_long_history_and_says_how_much(typed, folder, history) -> None:
+    _, text, _ = typed("show", folder, "--limit", "10")
+    assert len(events_shown(text)) == 10
+    assert f"{len(history.events) - 10} more" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_show_of_one_rank(typed, folder, history, rank: int) -> None:
+    _, text, _ = typed("show", folder, "--rank", rank, "--json")
+    events = json.loads(text)["events"]
+    assert len(events) == sum(e.rank == rank for e in history.events)
+    assert {e["who"] for e in events} >= {f"rank{rank}", "store"}
+
+
+def test_show_of_some_steps(typed, folder, history) -> None:
+    _, text, _ = typed("show", folder, "--step", "3-4", "--json")
+    told = json.loads(text)
+    moments = [e["moment"] for e in told["events"] if e["moment"] is not None]
+    assert set(moments) == {3, 4}
+    assert any(e["who"] == "store" for e in told["events"])
+    assert len(moments) == sum(history.moment(e) in (3, 4) for e in history.events)
+
+
+def test_show_of_a_key_tells_the_life_of_its_row(typed, folder, history) -> None:
+    fqn = TABLES[1].fqn
+    ledger = history.tables[fqn]
+    key = int(ledger.keys[-1])
+    _, text, _ = typed("show", folder, "--key", f"{fqn}:{key}")
+    assert f"key {key} of {fqn}" in text
+    served = next(r for r in history.final.to_pylist() if (r["pk"], r["sk"]) == (ledger.embedding_name, key))
+    assert re.search(rf"at the end it serves the value of step \d+, ts {served['ts']}", text)
+    accepted = [r for r in history.writes.to_pylist() if (r["pk"], r["sk"]) == (ledger.embedding_name, key)]
+    assert text.count("accepted from") == len(accepted) > 0
+    life = json.loads(typed("show", folder, "--key", f"{fqn}:{key}", "--json")[1])["life"]
+    assert life[0]["text"].startswith("before step 1")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rank", "2"], "--rank 2: this history has ranks 0 to 1"),
+        (["--step", "99"], "this history has steps up to "),
+        (["--step", "4-3"], "--step 4-3: want a step"),
+        (["--step", "x"], "--step x: want a step"),
+        (["--key", "item:1"], "item is any of ebc.embedding_bags.item, tower.ebc.embedding_bags.item"),
+        (["--key", "user"], "--key user: want TABLE:KEY"),
+        (["--key", "user:x"], "want TABLE:KEY"),
+        (["--key", "user:12"], "has 12 keys, and 12 is none"),
+        (["--key", "gremlins:1"], "no such table; this history has ebc.embedding_bags.item"),
+    ],
+)
+def test_show_refuses_what_is_not_there_with_one_line(typed, folder, args, message: str) -> None:
+    code, text, error = typed("show", folder, *args)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not text
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_what_is_no_history_is_refused_with_one_line(typed, tmp_path, folder, command: str) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in folder.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes()[: -1 if path.name == "events.arrow" else None])
+    for path, message in (
+        (tmp_path / "absent", "is not there"),
+        (tmp_path, ""),  # names the damaged one in it
+        (damaged, "events.arrow is not what was saved"),
+        (Path(__file__), "not a folder"),
+    ):
+        code, text, error = typed(command, path)
+        assert code == 2, (path, text)
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_a_folder_of_one_history_stands_for_it_and_one_of_several_does_not(typed, tmp_path, history) -> None:
+    history.save(tmp_path / "a")
+    assert typed("show", tmp_path)[0] == 0
+    history.save(tmp_path / "b")
+    code, _, error = typed("show", tmp_path)
+    assert code == 2
+    assert f"holds 2 histories; name one: {tmp_path}/a, {tmp_path}/b" in error
+    _, text, _ = typed("check", tmp_path, "--json")
+    assert [run["history"] for run in json.loads(text)["runs"]] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_check_judges_as_live(typed, folder, history, tmp_path) -> None:
+    code, text, _ = typed("check", folder)
+    assert code == 0
+    assert "held" in text
+    bug = VirtualEngine().run(SPECIMENS["S02"].scenario, "specimen:S02")
+    live = judge(bug)
+    bug.save(tmp_path / "bug")
+    code, text, _ = typed("check", tmp_path / "bug")
+    assert code == 1
+    for finding in live.findings:
+        assert all(v.message in text for v in finding.violations[:1])
+    assert re.search(r"run \S*bug/scenario.json --target specimen:S02", text)
+    code, text, _ = typed("check", folder, tmp_path / "bug", "--json")
+    assert code == 1
+    assert [run["verdict"] for run in json.loads(text)["runs"]] == ["held", "broken"]
+
+
+@pytest.mark.xdist_group("processes")
+def test_run_saves_what_show_and_check_read(cli) -> None:
+    scenario = SPECIMENS["S02"].scenario
+    (cli.folder / "s.json").write_text(scenario.to_json())
+    ran = cli.run("run", "s.json", "s.json", "--target", "specimen:S02", "--history", "kept", "--json")
+    assert ran.returncode == 1, ran
+    live = json.loads(ran.stdout)["runs"]
+    histories = [cli.folder / "kept" / name for name in (scenario.name, f"{scenario.name}-2")]
+    again = cli.run("check", *map(str, histories), "--json")
+    assert again.returncode == 1, again
+    assert [{k: v for k, v in run.items() if k != "history"} for run in json.loads(again.stdout)["runs"]] == live
+    assert len(events_shown(cli.run("show", str(histories[1])).stdout)) > 10
+    refused = cli.run("run", "s.json", "--history", "s.json")
+    assert refused.returncode == 2
+    assert "--history s.json: " in refused.stderr
+    assert refused.stderr.count("\n") == 1
