@@ -126,6 +126,7 @@ class ServerState:
         self.token = self._first_token = token
         self.verifier = verifier or Verifier()
         self.scheme = "http"  # or "https": how the server is reached
+        self.address = ""  # http://host:port of a data plane elsewhere
         self.begun_ms = time.monotonic() * 1000
         self.lock = threading.RLock()
         self.generation = 0  # counts resets: a request that began before one must not write after it
@@ -247,7 +248,7 @@ class ServerState:
         kind = DATASOURCES.get(datasource_id)
         if kind is None:
             raise DatasourceNotFound(f"no datasource with id {datasource_id[:80]!r}")
-        address = f"{self.scheme}://{host}"
+        address = self.address or f"{self.scheme}://{host}"
         config = {
             "fdb_public_address": address,
             "fdb_vpc_address": address,

@@ -470,7 +470,7 @@ def test_a_revoked_token_is_refused_until_the_new_one_is_read(server: FeatureSto
     server.add_fault(TokenRevokedFault(id="f"))
     replies = [raw.data("POST", WRITE, BATCH) for _ in range(2)]
     assert [(reply.status, json.loads(reply.data)["Code"]) for reply in replies] == [(401, "InvalidToken")] * 2
-    config = json.loads(server.state.datasource("1")["Config"])
+    config = json.loads(server.state.datasource("1", server.endpoint)["Config"])
     assert config["token"] != old
     assert write(raw, Authorization=config["token"]) == 200
     for secret in (old, config["token"]):
