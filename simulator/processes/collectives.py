@@ -46,16 +46,23 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class Collectives:
-    """One per process, made in the training thread; ``install`` replaces the operations for good."""
+    """One per run, made in the training thread."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._counts: Counter[str] | None = None
 
-    def install(self) -> None:
-        for name in OPERATIONS:
-            if hasattr(dist.ProcessGroup, name):
-                setattr(dist.ProcessGroup, name, self._counted(name, getattr(dist.ProcessGroup, name)))
+    def install(self) -> Callable[[], None]:
+        """Replace the operations by counted ones; what is returned puts them back."""
+        originals = {n: getattr(dist.ProcessGroup, n) for n in OPERATIONS if hasattr(dist.ProcessGroup, n)}
+        for name, operation in originals.items():
+            setattr(dist.ProcessGroup, name, self._counted(name, operation))
+
+        def undo() -> None:
+            for name, operation in originals.items():
+                setattr(dist.ProcessGroup, name, operation)
+
+        return undo
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Counter[str]]:

@@ -14,10 +14,11 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 import psutil
 import pyarrow.compute as pc
@@ -37,11 +38,10 @@ from ..history import (
 from ..scenario import Scenario
 from ..target import PASSWORD, VERSION
 from ..workload import Workload
+from . import rank as rank_module
+from .pool import RankPool, RankProcess, may_share
 from .store_process import StoreProcess
 from .supervisor import Supervisor, end_processes
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
 
 #: A Unix socket's path has 107 bytes, and multiprocessing needs 33 of them for its own names.
 TMPDIR_BYTES_MAX = 74
@@ -104,7 +104,8 @@ class ProcessEngine:
         _sweep()
         self._folder = Path(tempfile.mkdtemp(prefix=f"deltaproof-{os.getpid()}-"))
         self._runs = 0
-        self._ranks: list[BaseProcess] = []
+        self._ranks: list[RankProcess] = []
+        self._pool = RankPool(self._context) if start_method == "forkserver" else None
         self._store: StoreProcess | None = None
 
     def __enter__(self) -> Self:
@@ -117,6 +118,7 @@ class ProcessEngine:
         """End every process this engine started and remove its folder. Safe to call twice and after an interrupt."""
         end_processes(self._ranks)
         self._ranks = []
+        self.release()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -125,6 +127,11 @@ class ProcessEngine:
     def warm_up(self) -> None:
         """Start the forkserver and the store now, so that the first run does not pay for it."""
         self._ready_store()
+
+    def release(self) -> None:
+        """End the rank processes that wait for a next run."""
+        if self._pool is not None:
+            self._pool.close()
 
     def _ready_store(self) -> StoreProcess:
         if self._store is not None and not self._store.alive:
@@ -149,19 +156,19 @@ class ProcessEngine:
         # As long as real ones, and found nowhere by chance.
         secrets = {name: token_hex(16) for name in SECRET_VARIABLES}
         runs: list[Supervisor] = []
+        make = self._pool.ranks if self._pool is not None and may_share(scenario, target) else self._own_ranks
         try:
             for attempt in range(1 + len(scenario.restarts)):
-                supervisor = Supervisor(scenario, attempt, target, store.endpoint, folder, self._context, secrets)
+                supervisor = Supervisor(scenario, attempt, target, store.endpoint, folder, make, secrets)
                 runs.append(supervisor)
                 self._ranks = supervisor.ranks
                 supervisor.start(self._folder / "torch")
                 supervisor.wait()
-                end_processes(self._ranks)
+                self._end_ranks()
                 if not supervisor.failed:
                     break
         finally:
-            end_processes(self._ranks)
-            self._ranks = []
+            self._end_ranks()
         wall_s = time.monotonic() - started
         history = self._collect(scenario, target, manifest, store, runs)
         history.wall_s = wall_s
@@ -175,6 +182,21 @@ class ProcessEngine:
             shutil.copytree(folder, self._keep / f"run{self._runs}-{scenario.name}", dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         return history
+
+    def _own_ranks(self, specs: Sequence[rank_module.RankSpec]) -> list[RankProcess]:
+        """Ranks that are not started yet, each in a process that ends with the run."""
+        return [
+            self._context.Process(  # type: ignore[attr-defined]
+                target=rank_module.main, args=(spec,), name=f"deltaproof-rank{spec.rank}"
+            )
+            for spec in specs
+        ]
+
+    def _end_ranks(self) -> None:
+        end_processes(self._ranks)
+        if self._pool is not None:
+            self._pool.settle(self._ranks)
+        self._ranks = []
 
     def _collect(
         self, scenario: Scenario, target: str, manifest: dict[str, str], store: StoreProcess, runs: list[Supervisor]

@@ -4,6 +4,7 @@ Nothing here may touch CUDA: a forked child could not use it any more.
 """
 # ruff: noqa: E402 - what the imports read must be set before them
 
+import gc
 import importlib
 import os
 import signal
@@ -28,3 +29,7 @@ feature_store_py.preload()
 
 # One thread per rank: ranks share the cores, and a thread pool made before the fork would not survive it.
 torch.set_num_threads(1)
+
+# What is in memory now stays: no collection in a rank looks through it again, or copies its pages by doing so.
+gc.collect()
+gc.freeze()

@@ -6,23 +6,27 @@ Everything it learns from is in ``RankSpec``; everything it leaves is in the run
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import datetime
 import faulthandler
-import multiprocessing
-import multiprocessing.connection
+import gc
+import itertools
 import os
+import random
 import signal
 import sys
 import threading
+import time
 import traceback
+import warnings
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from ..clocks import SkewedClocks
 from ..disk import FaultyDisk
@@ -33,15 +37,18 @@ from ..instrument import ObservedClient
 from ..loop import Checkpoint, TrainingLoop
 from ..scenario import Scenario
 from ..target import PASSWORD, RankContext
+from .lifeline import die_with_parent
 
-PR_SET_PDEATHSIG = 1
+#: The exit code of a rank whose scenario or target cannot be run.
+BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
 class RankSpec:
     """What the supervisor tells a rank. ``endpoint``: host:port of the store; ``folder``: of this run; ``secrets``:
     environment variables with values that must not appear in anything the run leaves behind; ``attempt``: 0 for the
-    first start of the job; ``run``: the folder of the run, which all attempts share."""
+    first start of the job; ``run``: the folder of the run, which all attempts share; ``supervisor_pid``: set under
+    torchrun, which tells the rank its number and where the process group meets."""
 
     scenario: str
     rank: int
@@ -51,45 +58,130 @@ class RankSpec:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     attempt: int = 0
     run: str = ""
-
-
-def die_with_parent() -> None:
-    """End this process when the supervisor is gone, even by SIGKILL: nothing outlives it.
-
-    The kernel signals the death of the parent, which under a forkserver is the forkserver; a thread waits for the end
-    of the process that asked for this one, because the forkserver may have been gone before this line ran.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    supervisor = multiprocessing.parent_process()
-    if supervisor is not None:
-
-        def watch() -> None:
-            multiprocessing.connection.wait([supervisor.sentinel])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=watch, name="deltaproof-supervisor-watch", daemon=True).start()
+    supervisor_pid: int = 0
 
 
 def main(spec: RankSpec) -> None:
-    """Entry point of a rank process. Exits 0 after a clean run and 1 after any exception, which it records first."""
+    """Entry point of a process that is one rank of one run. Exits with the code of `perform`."""
     die_with_parent()
+    sys.exit(perform(spec, ExitStack()))
+
+
+def launched(spec_file: Path) -> None:
+    """Entry point of a rank under torchrun, which sets RANK and WORLD_SIZE. The file holds a ``RankSpec`` for all."""
+    spec = msgspec.json.decode(spec_file.read_bytes(), type=RankSpec)
+    die_with_parent(spec.supervisor_pid)
+    from . import preload  # noqa: F401 - before the first record, from which on the deadlines count
+
+    secrets = {name: os.environ[name] for name in spec.secrets}
+    sys.exit(perform(replace(spec, rank=int(os.environ["RANK"]), secrets=secrets), ExitStack()))
+
+
+def serve(tasks: Connection) -> None:
+    """Entry point of a process that is a rank of one run after another, as long as nothing of a run stays behind.
+
+    Takes a ``RankSpec`` from ``tasks`` and answers, when the run ended well, with the bytes by which the process has
+    grown. When it did not, or left something that cannot be undone, the process ends with the run's exit code instead.
+    """
+    die_with_parent()
+    begun = Slate()
+    for number in itertools.count(1):
+        try:
+            spec: RankSpec = tasks.recv()
+        except EOFError:
+            return
+        threads = set(threading.enumerate())
+        undo = ExitStack()
+        code = perform(spec, undo, runs_before=number - 1)
+        if code or not _ended(set(threading.enumerate()) - threads):
+            sys.exit(code)
+        undo.close()
+        begun.restore()
+        tasks.send(begun.grown_bytes())
+        # Behind the answer: the next run is prepared meanwhile, and waits for this only if it is faster.
+        gc.collect()
+
+
+def _ended(threads: Iterable[threading.Thread]) -> bool:
+    """Whether all of them are over, now or within a moment."""
+    limit = time.monotonic() + 0.5
+    for thread in threads:
+        thread.join(max(0.0, limit - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+class Slate:
+    """What a process was before its first run, to be put back after each.
+
+    With the globals of torchrec and of this package that are plain values: torchrec remembers in one of them that it
+    has asked its peers something, and would then wait with a fresh process for an answer that nobody sends.
+    """
+
+    def __init__(self) -> None:
+        import torch
+        import torchrec
+
+        packages = (torchrec.__name__, __name__.partition(".")[0])
+        modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in packages]
+        self._globals = [
+            (vars(module), {n: v for n, v in vars(module).items() if v is None or isinstance(v, int | float | str)})
+            for module in modules
+        ]
+
+        self._environment, self._folder = dict(os.environ), os.getcwd()
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._bytes: int | None = None
+
+    def restore(self) -> None:
+        import torch
+
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update(self._environment)
+        os.chdir(self._folder)
+        for namespace, values in self._globals:
+            namespace.update(values)
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+
+    def grown_bytes(self) -> int:
+        """Resident memory over that after the first run, which fills the caches of libraries."""
+        now = resident_bytes()
+        self._bytes = now if self._bytes is None else self._bytes
+        return now - self._bytes
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def perform(spec: RankSpec, undo: ExitStack, runs_before: int = 0) -> int:
+    """One rank of one run. Returns 0 after a clean one, BAD_INPUT for a scenario or target that cannot be run and 1
+    after any other exception, which it records first. ``undo`` gets what makes the process ready for another run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle: it ends the ranks in order
     folder, rank = Path(spec.folder), spec.rank
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, file=open(folder / f"rank{rank}.stacks", "w"), all_threads=True)  # noqa: SIM115
+    os.close(log)
+    stacks = open(folder / f"rank{rank}.stacks", "w")  # noqa: SIM115 (open as long as the signal may come)
+    undo.callback(stacks.close)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    undo.callback(faulthandler.unregister, signal.SIGUSR1)
+    undo.enter_context(warnings.catch_warnings())  # forgets which ones were shown: each run shows them once
     os.environ.update(spec.secrets)
     scenario = Scenario.from_json(spec.scenario).of_attempt(spec.attempt)
     events = EventWriter(folder / f"rank{rank}.events.jsonl", f"rank{rank}", rank, spec.attempt)
-    events.write("rank-start", pid=os.getpid(), preloaded="torchrec" in sys.modules)
+    undo.callback(events.close)
+    events.write("rank-start", pid=os.getpid(), preloaded="torchrec" in sys.modules, runs_before=runs_before)
     run = Run(scenario, spec, events)
     try:
-        run.everything()
+        run.everything(undo)
     except ScenarioError as error:
         events.write("bad-input", message=str(error))
-        sys.exit(2)
+        return BAD_INPUT
     except BaseException as error:
         events.write(
             "error",
@@ -103,8 +195,9 @@ def main(spec: RankSpec) -> None:
         traceback.print_exc()
         # The supervisor gives this rank a grace from here on, should it not manage to exit.
         (folder / f"rank{rank}.failed").touch()
-        sys.exit(1)
+        return 1
     events.write("rank-end", step=run.own_step)
+    return 0
 
 
 class Run(TrainingLoop):
@@ -122,7 +215,7 @@ class Run(TrainingLoop):
             folders = [f"{spec.run}/{name}" for name in ("retained", "spilled")]
             FaultyDisk(disk_faults, folders, self.points.fired, self.die).install()
 
-    def everything(self) -> None:
+    def everything(self, undo: ExitStack) -> None:
         import torch
         import torch.distributed as dist
 
@@ -142,13 +235,13 @@ class Run(TrainingLoop):
         dist.init_process_group(
             "gloo",
             # A file instead of a port: no other process can take it in between.
-            init_method=f"file://{spec.folder}/rendezvous",
+            init_method="env://" if spec.supervisor_pid else f"file://{spec.folder}/rendezvous",
             rank=spec.rank,
             world_size=scenario.world_size,
             timeout=datetime.timedelta(seconds=scenario.deadlines.run_s),
         )
         self.collectives = Collectives()
-        self.collectives.install()
+        undo.callback(self.collectives.install())
         ledger = LedgerWriter(Path(spec.folder) / f"rank{spec.rank}.ledger.arrows")
         self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"), spec.attempt)
         if not spec.attempt:
@@ -176,8 +269,7 @@ class Run(TrainingLoop):
         return self.collectives.counting()
 
     def resident_bytes(self) -> int:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return resident_bytes()
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Whole or not there: a checkpoint's folder gets its name when all ranks have written."""
@@ -239,3 +331,9 @@ class Run(TrainingLoop):
             retain=f"{self.spec.run}/retained" if self.scenario.publisher.retain else None,
             spill=f"{self.spec.run}/spilled" if self.scenario.publisher.spill else None,
         )
+
+
+if __name__ == "__main__":
+    from . import rank  # under its own name: what is imported later must find the same classes
+
+    rank.launched(Path(sys.argv[1]))

@@ -17,16 +17,18 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping
-from multiprocessing.context import BaseContext, ForkServerProcess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..errors import KitError
 from ..history import Event, RankOutcome, read_events
 from ..scenario import Scenario
+from .pool import RankProcess
+from .rank import BAD_INPUT, RankSpec
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 #: The exit code that multiprocessing makes up when the forkserver cannot tell one any more.
 FORKSERVER_LOST = 255
-#: The exit code of a rank whose scenario or target cannot be run.
-BAD_INPUT = 2
 #: Seconds within which processes must start; the first start waits for the forkserver's imports.
 START_S = 120.0
 
@@ -67,7 +67,7 @@ def _starting(cache: Path) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_processes(processes: list[BaseProcess], cache: Path) -> None:
+def start_processes(processes: Sequence[RankProcess | BaseProcess], cache: Path) -> None:
     """Start processes. Raises KitError when that takes longer than START_S: the forkserver is stopped or stuck."""
 
     def start() -> None:
@@ -82,7 +82,7 @@ def start_processes(processes: list[BaseProcess], cache: Path) -> None:
 
     failures: list[BaseException] = []
     done = threading.Event()  # not Thread.join: interrupted, CPython 3.11 takes the thread for ended
-    if not isinstance(processes[0], ForkServerProcess):
+    if isinstance(processes[0], SpawnProcess):
         # Not from a thread: the kernel would take the thread's end for the death of the parent (die_with_parent).
         start()
     else:
@@ -124,11 +124,10 @@ class Supervisor:
         target: str,
         endpoint: str,
         folder: Path,
-        context: BaseContext,
+        make: Callable[[list[RankSpec]], list[RankProcess]],
         secrets: Mapping[str, str],
     ) -> None:
-        from . import rank as rank_module
-
+        """``make``: the ranks' processes, not started yet, in order of ranks."""
         self.scenario, self.attempt = scenario.of_attempt(attempt), attempt
         self.folder = folder / f"attempt-{attempt}" if attempt else folder
         self.folder.mkdir(exist_ok=True)
@@ -139,14 +138,7 @@ class Supervisor:
         self._ended: dict[int, str] = {}
         text = scenario.to_json()
         common = (target, endpoint, str(self.folder), secrets, attempt, str(folder))
-        self.ranks: list[BaseProcess] = [
-            context.Process(  # type: ignore[attr-defined]
-                target=rank_module.main,
-                args=(rank_module.RankSpec(text, rank, *common),),
-                name=f"deltaproof-rank{rank}",
-            )
-            for rank in range(self.scenario.world_size)
-        ]
+        self.ranks = make([RankSpec(text, rank, *common) for rank in range(self.scenario.world_size)])
 
     def start(self, cache: Path) -> None:
         self.begin_ms = time.monotonic() * 1000
@@ -168,12 +160,12 @@ class Supervisor:
         deadlines = self.scenario.deadlines
         limit = time.monotonic() + deadlines.run_s
         failed = False
-        waiting = {p.sentinel: rank for rank, p in enumerate(self.ranks)}
+        waiting: dict[Any, int] = {p.sentinel: rank for rank, p in enumerate(self.ranks)}
         while waiting:
             left_s = limit - time.monotonic()
             ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), POLL_S))
             for sentinel in ready:
-                rank = waiting.pop(cast(int, sentinel))
+                rank = waiting.pop(sentinel)
                 process = self.ranks[rank]
                 process.join()
                 self._note("rank-exit", rank, exitcode=process.exitcode)
@@ -260,7 +252,7 @@ def _tail(folder: Path, rank: int) -> str:
     return lines[-1] if lines else "it printed nothing"
 
 
-def end_processes(processes: list[BaseProcess]) -> None:
+def end_processes(processes: Sequence[RankProcess | BaseProcess]) -> None:
     """SIGKILL and reap; a process that was never started is skipped."""
     for process in processes:
         if process.pid is not None and process.is_alive():

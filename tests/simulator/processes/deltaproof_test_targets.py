@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
 import threading
 
 from deltaproof.simulator.target import reference
@@ -156,3 +157,72 @@ def _with_version(context, versions):
             return Project(client.get_project(name))
 
     return reference(dataclasses.replace(context, client_factory=Client))
+
+
+def leave_things_behind_and_restore(answers) -> None:
+    """No target: run in a process of its own, it tells what a run can change, and what of that is put back."""
+    import random
+
+    import torch
+    from torchrec.distributed import collective_utils
+
+    from deltaproof.simulator.processes.rank import Slate
+
+    def seen():
+        return (
+            os.environ.get("PLANTED"),
+            os.environ["PATH"],
+            os.getcwd(),
+            collective_utils._INITIALIZED,
+            random.getstate(),
+            torch.get_rng_state().tolist(),
+        )
+
+    slate = Slate()
+    before = seen()
+    os.environ.update(PLANTED="by a run", PATH="/nowhere")
+    os.chdir("/")
+    collective_utils._INITIALIZED = True
+    random.random()
+    torch.rand(1)
+    changed = seen()
+    slate.restore()
+    answers.send((before, changed, seen()))
+
+
+class StopsItself(Silent):
+    def after_step(self, step: int) -> None:
+        if self.rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class VotesAlone(Silent):
+    """A collective that rank 0 takes no part in."""
+
+    def after_step(self, step: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if step == 2 and self.rank == 1:
+            dist.all_reduce(torch.ones(1))
+        if step == 2 and self.rank == 0:
+            threading.Event().wait()
+
+
+class IgnoresSigterm(Silent):
+    """Rank 0 waits for nothing and cannot be asked to end; rank 1 fails."""
+
+    def after_step(self, step: int) -> None:
+        if self.rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if step == 2:
+                threading.Event().wait()
+        elif step == 2:
+            raise RuntimeError("rank 1: step 2: the store said no")
+
+
+class LeavesAChild(Silent):
+    """Starts a process that would outlive it."""
+
+    def start(self) -> None:
+        self.child = subprocess.Popen(["sleep", "600"])

@@ -240,6 +240,7 @@ def test_rows_that_went_to_another_version_alone_are_lost_even_when_a_peer_dies(
 
 def test_a_stopped_forkserver_is_an_error_of_the_kit_within_its_deadline(engine, monkeypatch) -> None:
     engine.run(SHORT)
+    engine.release()  # the next ranks have to be forked
     monkeypatch.setattr(supervisor_module, "START_S", 1.0)
     forkserver: Any = multiprocessing.forkserver._forkserver
     os.kill(forkserver._forkserver_pid, signal.SIGSTOP)

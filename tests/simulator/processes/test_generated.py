@@ -18,6 +18,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 def held_by(engine, count: int, ranks_max: int) -> Counter[str]:
     """Runs ``count`` generated scenarios; a broken one fails, and is printed by Hypothesis. Verdicts by number."""
     verdicts: Counter[str] = Counter()
+    engine.release()
     before = {p.pid for p in psutil.Process().children(recursive=True)}
 
     @settings(max_examples=count, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
@@ -31,6 +32,7 @@ def held_by(engine, count: int, ranks_max: int) -> Counter[str]:
         )
 
     run()
+    engine.release()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "a rank was left behind"
     return verdicts
