@@ -90,8 +90,9 @@ def imports(module: str, path: Path) -> Iterator[Import]:
 
 
 def part(module: str) -> str:
-    """The part of the layout that a module belongs to."""
-    return module.partition(".")[0]
+    """The part of the layout that a module belongs to. The command line is ``cli.py`` and its ``cli_*.py``."""
+    name = module.partition(".")[0]
+    return "cli" if name.startswith("cli_") else name
 
 
 @pytest.fixture(scope="module")
