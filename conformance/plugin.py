@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Kit(config), "deltaproof-kit")
 
 
-class Told(pytest.fail.Exception):  # type: ignore[name-defined, misc]
+class Told(pytest.fail.Exception):  # type: ignore[name-defined]
     """A failure whose text is all that a reader needs."""
 
     def __init__(self, text: str) -> None:

@@ -16,8 +16,9 @@ from ..simulator.errors import ScenarioError
 from ..simulator.scenario import PublisherConfig, Scenario, Table, Workload
 from .verdict import Report
 
-#: Numbers of a fault that say when or how often it strikes; the smaller, the sooner a reader gets there.
-_COUNTS = ("step", "nth", "skip", "count", "batches", "steps", "rows_failed")
+#: Numbers of a fault that say where, when or how often it strikes, with the least that each may be; the smaller, the
+#: sooner a reader gets there.
+_COUNTS = {"rank": 0, "step": 1, "nth": 1, "skip": 0, "count": 1, "batches": 0, "steps": 1, "rows_failed": 1}
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,17 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for fewer in _less(scenario.workload.steps, 1):
         yield but(workload=msgspec.structs.replace(scenario.workload, steps=fewer))
     for index, fault in enumerate(scenario.faults):
-        for name in _COUNTS:
+        for name, least in _COUNTS.items():
             value = getattr(fault, name, None)
             if isinstance(value, int):
-                for less in _less(value, 0 if name in ("skip", "batches") else 1):
+                for less in _less(value, least):
                     changed = msgspec.structs.replace(fault, **{name: less})
                     yield but(faults=(*scenario.faults[:index], changed, *scenario.faults[index + 1 :]))
-    # What is as usual needs no words.
+    # What is as usual needs no words. Sizes have their own turn, and only ever go down.
     for part, usual in (("workload", Workload()), ("publisher", PublisherConfig())):
         mine = getattr(scenario, part)
         for field in msgspec.structs.fields(mine):
-            if field.name != "steps" and getattr(mine, field.name) != getattr(usual, field.name):
+            if field.name not in ("steps", "batch_size") and getattr(mine, field.name) != getattr(usual, field.name):
                 plain = {field.name: getattr(usual, field.name)}
                 if field.name == "retain":
                     plain["readback"] = False
