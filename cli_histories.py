@@ -38,11 +38,13 @@ def prepare(folder: Path | None) -> None:
 
 def save(report: Report, folder: Path) -> Path:
     """Save a run's history in a folder of its own, named after the scenario; its path."""
-    slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", report.history.scenario.name).strip("-.")[:100] or "history"
-    place, number = folder / slug, 1
+    from .simulator.recorded import folder_name
+
+    name = folder_name(report.history.scenario.name)
+    place, number = folder / name, 1
     while place.exists():
         number += 1
-        place = folder / f"{slug}-{number}"
+        place = folder / f"{name}-{number}"
     return report.history.save(place)
 
 

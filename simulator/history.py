@@ -137,6 +137,12 @@ class EventWriter:
         self._file.close()
 
 
+def append_event(path: Path, event: Event) -> None:
+    """Write an event behind those of a file that `read_events` reads."""
+    with open(path, "ab") as file:
+        file.write(msgspec.json.encode(event, enc_hook=str) + b"\n")
+
+
 def read_events(path: Path) -> list[Event]:
     """All whole events of a file; a last line cut short by a kill is left out."""
     if not path.exists():

@@ -1,7 +1,7 @@
 """Histories as files: what was observed in one run, to be shown, judged again, compared or read by any Arrow library.
 
 A saved history is a folder: ``scenario.json`` (which ``deltaproof run`` takes), ``events.arrow``, ``ledger.arrow``,
-``writes.arrow``, ``strays.arrow``, ``final.arrow``, ``retained/*.arrow`` where copies were retained, and ``meta.json``,
+``writes.arrow``, ``strays.arrow``, ``final.arrow``, ``shards/*.arrow`` where copies were retained, and ``meta.json``,
 written last: everything else that a `History` holds, and the sha256 of every file (docs/histories.md has the columns).
 A folder without ``meta.json`` may be that of a run whose supervisor was ended: what its ranks wrote is read as far as
 it goes, and the history says in ``incomplete`` why it proves nothing.
@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,11 @@ def find(folder: Path) -> list[Path]:
     return sorted({path.parent for name in (META, RUN) for path in folder.glob(f"*/{name}")})
 
 
+def folder_name(text: str) -> str:
+    """A scenario's name as one that any folder can have."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:100] or "history"
+
+
 def fingerprint(history: History) -> str:
     """sha256 of everything observed but ``wall_s``: equal for runs of the virtual engine that are equal."""
     digest = hashlib.sha256(_digest({**_meta(history), "wall_s": 0}).encode())
@@ -124,7 +130,7 @@ def _files(history: History) -> Iterator[tuple[str, bytes]]:
 
 
 def _retained_name(index: int) -> str:
-    return f"retained/{index:05d}.arrow"
+    return f"shards/{index:05d}.arrow"
 
 
 def _arrow(table: pa.Table) -> bytes:

@@ -35,6 +35,7 @@ from ..history import (
     find_leaks,
     read_ledger,
 )
+from ..recorded import begin_run, folder_name
 from ..scenario import Scenario
 from ..target import PASSWORD, VERSION
 from ..workload import Workload
@@ -149,9 +150,8 @@ class ProcessEngine:
         manifest = scenario.manifest()
         store = self._ready_store()
         store.reset(scenario)
-        self._runs += 1
-        folder = self._folder / f"run{self._runs}"
-        folder.mkdir()
+        folder = self._new_folder(scenario)
+        begin_run(folder, scenario, target=target, engine="processes")
         started = time.monotonic()
         # As long as real ones, and found nowhere by chance.
         secrets = {name: token_hex(16) for name in SECRET_VARIABLES}
@@ -179,9 +179,28 @@ class ProcessEngine:
         if scenario.publisher.retain:
             history.retained = read_shards(folder / "retained")
         if self._keep is not None:
-            shutil.copytree(folder, self._keep / f"run{self._runs}-{scenario.name}", dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+            history.save(folder)
+            folder.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         return history
+
+    def _new_folder(self, scenario: Scenario) -> Path:
+        """For a run. What is kept is written where it stays, so that it is there when this process is killed.
+
+        The ranks know it by a link beside the other runs, because a file's URL cannot have all names.
+        """
+        self._runs += 1
+        folder = self._folder / f"run{self._runs}"
+        if self._keep is None:
+            folder.mkdir()
+            return folder
+        number, name = 1, folder_name(scenario.name)
+        while (kept := self._keep / f"run{number}-{name}").exists():
+            number += 1
+        kept.mkdir(parents=True)
+        folder.symlink_to(kept.resolve())
+        return folder
 
     def _own_ranks(self, specs: Sequence[rank_module.RankSpec]) -> list[RankProcess]:
         """Ranks that are not started yet, each in a process that ends with the run."""

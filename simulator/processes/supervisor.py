@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import KitError
-from ..history import Event, RankOutcome, read_events
+from ..history import Event, RankOutcome, append_event, read_events
 from ..scenario import Scenario
 from .pool import RankProcess
 from .rank import BAD_INPUT, RankSpec
@@ -208,6 +208,7 @@ class Supervisor:
     def _note(self, kind: str, rank: int, **data: Any) -> None:
         event = Event(t_ms=time.monotonic() * 1000, who="supervisor", kind=kind, rank=rank, data=data)
         self.events.append(msgspec.structs.replace(event, attempt=self.attempt))
+        append_event(self.folder / "supervisor.events.jsonl", self.events[-1])
 
     def outcomes(self) -> list[RankOutcome]:
         """How each rank ended, from its exit code and from what it wrote before. Raises KitError when it was not the

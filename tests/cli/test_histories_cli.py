@@ -1,7 +1,10 @@
 """``show`` and ``check``: what a person reads of a saved history, and that it is judged as it was live."""
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from deltaproof.conformance.judge import judge
 from deltaproof.conformance.specimens import SPECIMENS
 from deltaproof.simulator.faults import RankKill, StoreError
 from deltaproof.simulator.history import History
+from deltaproof.simulator.recorded import fingerprint
 from deltaproof.simulator.scenario import Restart, Scenario, Table, Workload
 from deltaproof.simulator.virtual.engine import VirtualEngine
 
@@ -179,7 +183,7 @@ def test_check_judges_as_live(typed, folder, history, tmp_path) -> None:
 def test_run_saves_what_show_and_check_read(cli) -> None:
     scenario = SPECIMENS["S02"].scenario
     (cli.folder / "s.json").write_text(scenario.to_json())
-    ran = cli.run("run", "s.json", "s.json", "--target", "specimen:S02", "--history", "kept", "--json")
+    ran = cli.run("run", "s.json", "s.json", "--target", "specimen:S02", "--history", "kept", "--keep", "raw", "--json")
     assert ran.returncode == 1, ran
     live = json.loads(ran.stdout)["runs"]
     histories = [cli.folder / "kept" / name for name in (scenario.name, f"{scenario.name}-2")]
@@ -187,7 +191,35 @@ def test_run_saves_what_show_and_check_read(cli) -> None:
     assert again.returncode == 1, again
     assert [{k: v for k, v in run.items() if k != "history"} for run in json.loads(again.stdout)["runs"]] == live
     assert len(events_shown(cli.run("show", str(histories[1])).stdout)) > 10
+    kept = sorted((cli.folder / "raw").iterdir())
+    assert [fingerprint(History.load(k)) for k in kept] == [fingerprint(History.load(h)) for h in histories]
     refused = cli.run("run", "s.json", "--history", "s.json")
     assert refused.returncode == 2
     assert "--history s.json: " in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_kept_run_is_readable_when_its_supervisor_was_killed(cli, typed) -> None:
+    slow = Scenario(name="slow", workload=Workload(steps=100_000))
+    (cli.folder / "s.json").write_text(slow.to_json())
+    process = cli.start("run", "s.json", "--keep", "raw")
+    events = cli.folder / "raw" / "run1-slow" / "rank1.events.jsonl"
+    limit = time.monotonic() + 100
+    while not (events.exists() and b'"kind":"step"' in events.read_bytes()):
+        assert time.monotonic() < limit
+        assert process.poll() is None
+        time.sleep(0.02)  # a poll interval, not synchronisation
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    while cli.left_over():
+        assert time.monotonic() < limit, "a rank outlived its supervisor"
+        time.sleep(0.02)
+    code, text, _ = typed("show", cli.folder / "raw")
+    assert code == 0
+    assert "incomplete: the run was cut short" in text
+    assert "rank 1 vanished" in text
+    assert "training step is over" in text
+    code, text, _ = typed("check", cli.folder / "raw")
+    assert code == 3
+    assert "not exercised: the run was cut short" in text
