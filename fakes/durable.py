@@ -578,15 +578,20 @@ class DurableStore(Store):
         if self._journal is None:
             return  # the beginnings, and what is replayed
         meta = self._meta(kind, fields)
-        if kind == RESET:
-            self._journal.restart(meta)
-        elif batch is None:
-            self._journal.append(meta)
-        else:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, batch.schema) as writer:
-                writer.write_batch(batch)
-            self._journal.append(meta, memoryview(sink.getvalue()))
+        try:
+            if kind == RESET:
+                self._journal.restart(meta)
+            elif batch is None:
+                self._journal.append(meta)
+            else:
+                sink = pa.BufferOutputStream()
+                with pa.ipc.new_stream(sink, batch.schema) as writer:
+                    writer.write_batch(batch)
+                self._journal.append(meta, memoryview(sink.getvalue()))
+        except DataDirError:
+            raise
+        except OSError as error:
+            raise DataDirError(error.errno, f"data folder {self.folder}: {error.strerror}") from None
 
     def _replay(self, journal: Journal, record: _Record) -> None:
         fields = dict(record.meta)

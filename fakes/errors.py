@@ -19,6 +19,8 @@ or "unknown" (perhaps applied: only a replay with a newer ts makes it certain).
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import ClassVar, Final, Literal
 
 import msgspec
@@ -119,6 +121,11 @@ def shown(text: str) -> str:
     if len(text) > MESSAGE_CHARS_MAX:
         text = f"{text[: MESSAGE_CHARS_MAX - 40]}… (cut: {len(text)} characters)"
     return text.encode(errors="backslashreplace").decode()
+
+
+def disk_failure(error: OSError, route: str) -> str:
+    """What a client is told when the store's folder fails: why, but not where it is."""
+    return f"the store's folder failed in route {route}: {os.strerror(error.errno or errno.EIO)}"
 
 
 class FakeError(Exception):

@@ -23,7 +23,17 @@ from urllib.parse import quote
 import msgspec
 import pyarrow as pa
 
-from ..errors import ERRORS, Applied, BodyTooLarge, FakeError, InvalidToken, ProjectNotFound, code_for_status, shown
+from ..errors import (
+    ERRORS,
+    Applied,
+    BodyTooLarge,
+    FakeError,
+    InvalidToken,
+    ProjectNotFound,
+    code_for_status,
+    disk_failure,
+    shown,
+)
 from ..server import windows
 from ..server.faults import (
     DuplicateFault,
@@ -275,7 +285,7 @@ class StoreTransport:
         except FakeError as error:
             raise TransportError(error.code, str(error)) from None
         except OSError as error:  # of a store in a folder: over HTTP the server says no more
-            raise TransportError("InternalError", f"{type(error).__name__} in route {route}") from None
+            raise TransportError("InternalError", disk_failure(error, route)) from None
         if isinstance(strike.main, DuplicateFault):
             # Here, not later: in process there is nobody to deliver it once this call has returned.
             time.sleep(strike.main.delay_ms / 1000)

@@ -13,6 +13,7 @@ from urllib.parse import unquote_to_bytes
 import pyarrow as pa
 from aiohttp import hdrs, web
 
+from ..durable import DataDirError
 from ..errors import (
     BodyTooLarge,
     FakeError,
@@ -22,6 +23,7 @@ from ..errors import (
     MethodNotAllowed,
     RequestTimeout,
     RouteNotFound,
+    disk_failure,
 )
 from ..served import break_off
 from . import handlers, wire
@@ -240,6 +242,9 @@ def _endpoint(
             return _refuse_late(
                 request, entry, BodyTooLarge("there is no memory for this request: ask for less at a time")
             )
+        except DataDirError as error:
+            log.error("route %s: %s", name, error.strerror)
+            return _refuse_late(request, entry, Injected(500, disk_failure(error, name)))
         except Exception as error:
             log.exception("route %s failed", name)
             return _refuse_late(request, entry, Injected(500, f"{type(error).__name__} in route {name}"))

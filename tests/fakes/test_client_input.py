@@ -262,4 +262,5 @@ def test_a_full_disk_is_as_unknown_in_process_as_over_http(tmp_path: Path, monke
         (error,) = view.write_flush()["errors"]
         monkeypatch.undo()
     assert (error.code, error.status, error.applied, error.retriable) == ("InternalError", 500, "unknown", True)
+    assert "No space left on device" in error
     assert str(tmp_path) not in error

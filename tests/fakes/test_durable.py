@@ -536,7 +536,7 @@ LOGIN = {"Authorization": "deltaproof-featuredb-token", "Auth": "cmFuazA6cGFzc3d
 
 
 def test_an_interrupted_disk_is_an_error_of_unknown_fate_over_http(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(fd: int, parts: list[Any]) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -548,7 +548,11 @@ def test_an_interrupted_disk_is_an_error_of_unknown_fate_over_http(
         monkeypatch.setattr(os, "writev", full)
         reply = urllib3.request("POST", url, body=body, headers=LOGIN, timeout=10)
         assert (reply.status, json.loads(reply.data)["Code"]) == (500, "InternalError")
+        assert "No space left on device" in reply.data.decode()
         assert str(tmp_path) not in reply.data.decode()
         monkeypatch.undo()
+        (logged,) = caplog.records  # one line for whoever runs the server, and no traceback
+        assert logged.getMessage() == f"route write_arrow: data folder {tmp_path}: No space left on device"
+        assert logged.exc_info is None
         assert urllib3.request("POST", url, body=body, headers=LOGIN, timeout=10).status == 200
         assert store.rows(PROJECT, VIEW, VERSION) == 1
