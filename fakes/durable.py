@@ -146,6 +146,14 @@ def _whole_record_after(data: memoryview, at: int) -> bool:
     return False
 
 
+def _flush_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _slot(sequence: int) -> bytes:
     number = struct.pack("<Q", sequence)
     return number + struct.pack("<I", zlib.crc32(number))
@@ -182,7 +190,10 @@ class Journal:
         self.dropped_bytes = 0  # of a torn tail, at the last replay
         self.set_aside: Path | None = None  # where an accepted loss is kept
         try:
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
+            for path in missing:
+                _flush_folder(path.parent)  # else a loss of power may take the new folder, whatever is flushed in it
             self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise DataDirError(error.errno, f"data folder {folder}: {error.strerror}") from None
