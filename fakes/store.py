@@ -584,17 +584,21 @@ def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
     if isinstance(batch, pa.Table):
         merged = batch.combine_chunks().to_batches()
         batch = merged[0] if merged else pa.RecordBatch.from_pylist([], schema=batch.schema)
-    want = write_schema(spec.value_type)
-    if sorted(batch.schema.names) != sorted(want.names):
-        raise SchemaMismatch(f"{where}: columns {batch.schema.names}, want {want.names}")
-    if batch.schema.names != want.names:
+    want, schema = write_schema(spec.value_type), batch.schema
+    names = schema.names
+    if sorted(names) != sorted(want.names):
+        raise SchemaMismatch(f"{where}: columns {names}, want {want.names}")
+    if names != want.names:
         batch = batch.select(want.names)
-    if not (as_wanted := batch.schema.equals(want, check_metadata=True)):
-        for field, found in zip(want, batch.schema.types, strict=True):
+        schema = batch.schema
+    if not (as_wanted := schema.equals(want, check_metadata=True)):
+        for field, found in zip(want, schema.types, strict=True):
             both_lists = pa.types.is_list(found) and pa.types.is_list(field.type)
             if found.value_type != field.type.value_type if both_lists else found != field.type:
                 raise SchemaMismatch(f"{where}: column {field.name} is {found}, want {field.type}")
-    pk, sk, embedding = (_without_nulls(batch.column(name), name, where) for name in want.names)
+    pk, sk, embedding = (
+        _without_nulls(column, name, where) for name, column in zip(want.names, batch.columns, strict=True)
+    )
     elements = embedding.values
     if elements.null_count:
         elements = embedding.flatten()  # without what is not this slice's

@@ -88,19 +88,21 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
     """
     try:
         messages: list[Any] = []
+        types: list[str] = []
         for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
             if not messages and message.metadata.size > SCHEMA_BYTES_MAX:
                 raise MalformedBody(f"Arrow: a schema of over {SCHEMA_BYTES_MAX} bytes; send the columns alone")
             if len(messages) > BATCHES_MAX:
                 raise MalformedBody(f"Arrow: over {BATCHES_MAX} batches in one stream; send fewer, larger ones")
             messages.append(message)
-            if message.type not in ("schema", "record batch"):
+            types.append(message.type)
+            if types[-1] not in ("schema", "record batch"):
                 # No legal column needs a dictionary, and a compressed one would be inflated before it is looked at.
-                raise MalformedBody(f"Arrow: a {message.type} message is refused; send plain columns")
-            if _is_compressed(message.metadata.to_pybytes()):
+                raise MalformedBody(f"Arrow: a {types[-1]} message is refused; send plain columns")
+            if types[-1] != "schema" and _is_compressed(message.metadata.to_pybytes()):
                 raise MalformedBody("Arrow: compressed buffers are refused; send the stream uncompressed")
         # The usual case apart, for speed: a stream of one batch need not be opened a second time.
-        if [message.type for message in messages] == ["schema", "record batch"]:
+        if types == ["schema", "record batch"]:
             schema = pa.ipc.read_schema(messages[0])
             batches = [pa.ipc.read_record_batch(messages[1], schema)]
         else:
@@ -160,15 +162,16 @@ def arrow_chunks(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterat
 
 def key_columns(batch: pa.RecordBatch) -> tuple[pa.StringArray, pa.Int64Array]:
     """pk and sk of a lookup. Raises SchemaMismatch for other columns, other types and nulls."""
-    if sorted(batch.schema.names) != ["pk", "sk"]:
-        raise SchemaMismatch(f"lookup: columns {batch.schema.names}, want pk and sk")
-    for name, want in (("pk", pa.string()), ("sk", pa.int64())):
-        column = batch.column(name)
+    names = batch.schema.names
+    if sorted(names) != ["pk", "sk"]:
+        raise SchemaMismatch(f"lookup: columns {names}, want pk and sk")
+    pk, sk = (batch.column(names.index(name)) for name in ("pk", "sk"))
+    for name, column, want in (("pk", pk, pa.string()), ("sk", sk, pa.int64())):
         if column.type != want:
             raise SchemaMismatch(f"lookup: column {name} is {column.type}, want {want}")
         if column.null_count:
             raise SchemaMismatch(f"lookup: column {name} is null in row {pc.index(column.is_null(), True)}")
-    return batch.column("pk"), batch.column("sk")
+    return pk, sk
 
 
 def rows_to_batch(content: Any, spec: ViewSpec) -> pa.RecordBatch:
