@@ -12,6 +12,9 @@ from .verdict import Violation
 
 #: Elements of a row that are written out; of longer rows, the first ones and those that differ.
 ELEMENTS_SHOWN = 8
+#: Who is said to hold the expected row, and who the row that was found; by property where it is not the store.
+HOLDERS = ("the model holds", "the store holds")
+OTHER_HOLDERS = {"incremental-read-complete": ("the store took", "the reader sees")}
 
 
 def explain(violation: Violation, start_ms: float = 0.0) -> list[str]:
@@ -26,8 +29,9 @@ def explain(violation: Violation, start_ms: float = 0.0) -> list[str]:
     lines += [f"  {label:<16}{value}" for label, value in places if value is not None]
     of_a_row = isinstance(v.expected, np.ndarray) or isinstance(v.found, np.ndarray) or v.expected is not None
     if of_a_row:
-        lines.append(f"  {'the model holds':<16}{show(v.expected, v.found)}")
-        lines.append(f"  {'the store holds':<16}{show(v.found, v.expected)}")
+        expected_at, found_at = OTHER_HOLDERS.get(v.property, HOLDERS)
+        lines.append(f"  {expected_at:<16}{show(v.expected, v.found)}")
+        lines.append(f"  {found_at:<16}{show(v.found, v.expected)}")
     elif v.found is not None:
         first, *rest = str(v.found).rstrip().splitlines() or [""]
         lines += [f"  {'seen':<16}{first}", *(f"  {'':<16}{line}" for line in rest)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..explain import HOLDERS, OTHER_HOLDERS
 from .document import Document, Failure, Mark, RunReport, Timeline, ViolationReport
 from .terminal import headline, short
 
@@ -79,6 +80,7 @@ def to_html(document: Document) -> str:
         short=short,
         draw=draw,
         elements=elements,
+        holders=lambda property: OTHER_HOLDERS.get(property, HOLDERS),
         violations_of=_violations,
         legend=[look for look in dict.fromkeys([*LOOKS.values(), OTHER]) if look[1]],
         json=functools.partial(json.dumps, indent=2, ensure_ascii=False),

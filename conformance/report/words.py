@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from ...simulator.faults import Fault, summary
+from ...simulator.faults import POINTS, Fault, summary
 from ...simulator.scenario import Scenario, Table
 
 #: How a table's rows lie on the ranks.
@@ -66,10 +67,32 @@ def _table(table: Table) -> str:
 
 
 def fault_in_words(fault: Fault) -> str:
-    """What a fault does, and its settings."""
+    """What a fault does, and its settings; a number or name that its description speaks of stands in its place."""
+
+    def value(match: re.Match[str]) -> str:
+        found = getattr(fault, match[1], None)
+        return match[1] if found is None or isinstance(found, bool) else _with_unit(match[1], found)
+
     settings = fault.describe().removeprefix(fault.kind).strip("()")
     where = f" ({settings})" if settings else ""
-    return f"Fault {fault.kind}{where}: {summary(fault.kind).replace('``', '')}"
+    what = re.sub(r"``([^`]*)``", value, summary(fault.kind))
+    if isinstance(nth := getattr(fault, "nth", None), int):
+        what = re.sub(r"\bnth\b", _with_unit("nth", nth), what)
+    point = getattr(fault, "point", None)
+    return f"Fault {fault.kind}{where}: {what}" + (f" Point {point}: {POINTS[point]}." if point in POINTS else "")
+
+
+def _with_unit(name: str, value: object) -> str:
+    if name == "nth" and isinstance(value, int):
+        ends = {1: "st", 2: "nd", 3: "rd"}
+        return f"{value}{'th' if value % 100 in (11, 12, 13) else ends.get(value % 10, 'th')}"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if name == "table":
+        return f"table {text!r}"
+    for ending, unit in (("bytes_per_s", "bytes a second"), ("_ms", "ms"), ("_ms_max", "ms"), ("seconds", "s")):
+        if name.endswith(ending):
+            return f"{text} {unit}"
+    return text
 
 
 def _count(n: int, one: str, many: str = "") -> str:

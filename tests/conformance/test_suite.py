@@ -251,6 +251,7 @@ def test_every_scenario_of_the_corpus_has_words(path: Path) -> None:
         assert table.fqn in text
     assert text.count("started again") == len(scenario.restarts)
     assert "``" not in text
+    assert not re.search(r": .*\b(delay_ms|seconds|duration_ms|step step|nth)\b", text)
     assert all(sentence.endswith(".") for sentence in words)
 
 
@@ -259,7 +260,7 @@ def test_a_scenario_in_words() -> None:
         PLAIN,
         workload=Workload(steps=4, eval_every_steps=2, warmup_batches=1, checkpoint_every_steps=1, step_seconds=20.0),
         publisher=PublisherConfig(every_minutes=0.5, retain=True, readback=True),
-        faults=(faults.RankKill(rank=1, point="train.after-step", nth=2),),
+        faults=(faults.StoreSlow(rank=1, delay_ms=400), faults.DiskCrash(rank=1, nth=2)),
         restarts=(Restart(world_size=1),),
     )
     assert in_words(scenario) == [
@@ -271,8 +272,9 @@ def test_a_scenario_in_words() -> None:
         "After every 2 steps it evaluates on other ids, which must not be published.",
         "Model and publisher are saved every 1 step.",
         "A copy of every acknowledged delta is kept, and compared with the store at the end.",
-        "Fault rank-kill (rank=1, point=train.after-step, nth=2): A rank is ended by SIGKILL at the nth passage of a "
-        "point: nothing of it runs any more, no buffer is flushed.",
+        "Fault store-slow (rank=1, delay_ms=400): The store takes 400 ms longer before it commits and answers.",
+        "Fault disk-crash (rank=1, nth=2): A rank is ended by SIGKILL in the middle of its 2nd write to a shard or "
+        "manifest: half of the bytes are there.",
         "When the job has failed it is started again from its newest checkpoint, on 1 rank.",
         "The job must survive this and lose nothing.",
     ]
