@@ -60,6 +60,16 @@ FINAL_SCHEMA = pa.schema(
 )
 
 
+def told_by_target(final: pa.Table, t_ms: float, version: str) -> tuple[pa.Table, pa.Table]:
+    """``History.final`` and ``writes`` of a store that keeps no log: each row as if it had arrived at ``t_ms``."""
+    rows = final.num_rows
+    constant = {"t_ms": t_ms, "version": version, "client": "", "request_id": ""}
+    columns = {name: pa.array([value] * rows, WRITES_SCHEMA.field(name).type) for name, value in constant.items()}
+    columns |= {name: final[name] for name in ("pk", "sk", "ts", "embedding")}
+    columns["arrival"] = pa.array(range(rows), pa.int64())
+    return final, pa.table([columns[name] for name in WRITES_SCHEMA.names], schema=WRITES_SCHEMA)
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened. ``t_ms``: milliseconds on the host's monotonic clock, comparable between processes of a
     host.
@@ -346,7 +356,8 @@ class History:
     the last one; ``retained``: the copies of acknowledged deltas that the ranks left, None when they kept none;
     ``incomplete``: why this is not all that there was to observe, so that nothing can be judged by it; ``launcher``:
     ``own`` or ``torchrun``, on how many ``nodes``; ``supervision``: ``torchrun``, which ends the peers of a rank that
-    failed, or ``strict``, under which each rank must end by itself."""
+    failed, or ``strict``, under which each rank must end by itself; ``store_log``: whether ``writes`` says what was
+    accepted and when: a target's own store only tells what it holds, which then stands in ``writes`` too."""
 
     scenario: Scenario
     target: str
@@ -370,6 +381,7 @@ class History:
     launcher: str = "own"
     nodes: int = 1
     supervision: str = "torchrun"
+    store_log: bool = True
 
     def save(self, folder: Path) -> Path:
         """Write everything into a folder, which is made. Raises ScenarioError where there is a history, and OSError."""

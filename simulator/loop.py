@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .disk import corrupt
-from .errors import KitError, ScenarioError
+from .errors import KitError
 from .faults import (
     BadRow,
     ClockJump,
@@ -40,10 +40,14 @@ from .faults import (
 )
 from .instrument import Points, Recorder
 from .scenario import Scenario
-from .target import VERSION, RankContext, readback, resolve
+from .target import VERSION, RankContext, make_publisher, readback
 from .workload import Bags, Workload
 
 F = TypeVar("F", bound=Fault)
+#: How long threads may take to end after `close` has returned.
+THREADS_END_S = 1.0
+#: Names of threads that belong to the SDK or to this loop.
+THREADS_OF_OTHERS = ("feature_store_py", "deltaproof-close")
 
 
 class Trainer(Protocol):
@@ -169,6 +173,10 @@ class TrainingLoop(abc.ABC):
         """Memory that this rank holds, where the engine can tell."""
         return None
 
+    def live_threads(self) -> list[threading.Thread]:
+        """This rank's threads."""
+        return threading.enumerate()
+
     @property
     def version(self) -> str:
         """The store's version that the target is asked to publish to."""
@@ -183,16 +191,9 @@ class TrainingLoop(abc.ABC):
             self.shift_clock(offset.seconds)
         for index, _ in self._planned(RefusedVersion):
             self.points.fired(index, version=self.version)
-        publisher = self.publisher = resolve(self.target)(self.context())
-        needed = ["start", "after_step", "paused", "finish", "close"]
-        if self.scenario.workload.checkpoint_every_steps:
-            needed += ["state_dict", "load_state_dict", "start_over"]
-        missing = [name for name in needed if not hasattr(publisher, name)]
-        if missing:
-            raise ScenarioError(
-                f"target {self.target!r} returned {type(publisher).__name__}, which has no {', '.join(missing)}; "
-                f"a publisher in this scenario has {', '.join(needed)}"
-            )
+        context, threads = self.context(), set(self.live_threads())
+        with self._in_target("factory"):
+            publisher = self.publisher = make_publisher(self.target, context, self.scenario)
         if self.attempt:
             self._continue(publisher)
         if self.scenario.workload.warmup_batches:
@@ -219,10 +220,19 @@ class TrainingLoop(abc.ABC):
             raise
         with self._in_target("close"):
             publisher.close()
-        self.events.write("closed", step=self.own_step)
+        self.events.write("closed", step=self.own_step, threads=self._left_running(threads))
         self.points.passing("finish.after")
         if self.scenario.publisher.readback and self.agree(True, "all") and self.rank == 0:
             self._read_back()
+
+    def _left_running(self, before: set[threading.Thread]) -> list[str]:
+        """Names of the threads that the target did not end with `close`, after a moment to do so. The SDK's own, which
+        end with its client, are none of its."""
+        before = {*before, threading.current_thread()}
+        left = [t for t in self.live_threads() if t not in before and not t.name.startswith(THREADS_OF_OTHERS)]
+        for thread in left:
+            thread.join(THREADS_END_S / len(left))
+        return sorted(thread.name for thread in left if thread.is_alive())
 
     def _read_back(self) -> None:
         """Compare what was retained with the store, now that every rank is done."""

@@ -1,23 +1,31 @@
 """The seam between the simulator and the publisher under test.
 
-A target is named by a string: ``reference``, ``specimen:S02`` (the reference with a known bug put back) or
-``package.module:factory``, a callable that takes a ``RankContext`` and returns a publisher.
+A target is named by a string: ``reference``, ``specimen:S02`` (the reference with a known bug put back),
+``package.module:factory``, a callable that takes a ``RankContext`` and returns a publisher or an uploader, or
+``exec:COMMAND``, a program that speaks docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import pyarrow as pa
 
+from ..reference.contract import TableRef, embedding_names
 from .dynamic import DynamicHandle
 from .errors import ScenarioError
-from .scenario import PublisherConfig, Table
+from .scenario import PublisherConfig, Scenario, Table
+
+if TYPE_CHECKING:
+    from ..reference.publisher import Publisher
+    from ..reference.settings import Settings
 
 #: Where runs publish to in the fake store.
 PROJECT, VIEW, ENTITY, VERSION = "deltaproof", "deltaproof_view", "default_dynemb_entity", "run-1"
@@ -56,13 +64,40 @@ class PublisherTarget(Protocol):
         """Called after ``finish``. When the loop raised, ``__exit__`` is called instead, if the target has one."""
 
 
+class UploaderTarget(Protocol):
+    """What sends deltas to a store, and nothing else: ids and rows come from the reference's dumper, which also decides
+    when. Any method may raise, as of a publisher; ``unacknowledged`` is kept as well.
+    """
+
+    def start(self) -> object:
+        """Training is about to begin. Entity and view exist."""
+
+    def submit(self, step: int, table: pa.Table) -> object:
+        """Send these rows (`reference.delta.DELTA_SCHEMA`, one for each table and key), now or in the background.
+
+        Their values must not be looked at later than those of a later call. A step may come twice.
+        """
+
+    def check_error(self) -> object:
+        """Called after every step, and once more after ``close(True)``: raises when an earlier step went wrong."""
+
+    def close(self, drain: bool) -> object:
+        """The last call, once. With ``drain`` it returns when the store has acknowledged everything, or it raises;
+        without, training has failed, and it gives up at once."""
+
+
 @dataclass(frozen=True)
 class RankContext:
     """All that a factory is told. ``model`` is the sharded TorchRec model, or, on the virtual engine, a table source
     (`reference.dumper.TableSource`) that stands for it; ``client_factory()`` gives a client with the
     ``feature_store_py`` interface, logged in as this rank; ``barrier()`` is a collective over all ranks. ``retain`` and
     ``spill``: folders for copies of what was acknowledged, and of what could not be delivered. ``dynamic``: this rank's
-    dynamic tables, which no TorchRec module knows."""
+    dynamic tables, which no TorchRec module knows.
+
+    ``process_group`` is torch's, None on the virtual engine. ``clock`` is what this rank's time is read from. For
+    a target that brings its own store: ``shared`` is a dictionary that the ranks of a run have in common, on the
+    virtual engine; on the process engine it is None and ``run`` another text in each run, for a store that outlives it.
+    """
 
     rank: int
     world_size: int
@@ -79,10 +114,70 @@ class RankContext:
     retain: str | None = None
     spill: str | None = None
     dynamic: Sequence[DynamicHandle] = ()
+    process_group: Any = None
+    clock: Any = time
+    run: str = ""
+    shared: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Published embedding_name of each table FQN, as an exporter of the model derives it."""
+        refs = [TableRef(owner=t.owner, collection=t.collection, table=t.name) for t in self.tables]
+        return embedding_names(refs, self.config.naming)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Embedding dimension of each table FQN."""
+        return {table.fqn: table.dim for table in self.tables}
+
+    @property
+    def settings(self) -> Settings:
+        """``config``, and where to publish, as settings of the reference publisher."""
+        return settings_of(self)
+
+    @classmethod
+    def reader(cls, scenario: Scenario, run: str, shared: dict[str, Any] | None, endpoint: str = "") -> RankContext:
+        """The context of a target's ``contents``, in no rank: it has no model, client or barrier."""
+
+        def none() -> Any:
+            raise LookupError("contents() is called in no rank: its context has no client and no barrier")
+
+        size, tables, config = scenario.world_size, scenario.tables, scenario.publisher
+        return cls(0, size, tables, config, None, none, none, endpoint, run=run, shared=shared)
+
+    def open_view(self) -> Any:
+        """The view to publish to, through a new client. Raises LookupError where there is none."""
+        project = self.client_factory().get_project(self.project)
+        view = project and project.get_dynamic_embedding_feature_view(self.view)
+        if view is None:
+            raise LookupError(f"there is no view {self.view!r} in project {self.project!r}")
+        return view
 
 
-def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
-    """The factory that a target string names. Raises ScenarioError when there is none."""
+def make_publisher(target: str, context: RankContext, scenario: Scenario) -> PublisherTarget:
+    """The publisher of this rank. Raises ScenarioError when the target names none, or makes what is none."""
+    from . import seams
+
+    factory = resolve(target)
+    if target == "reference" or target.startswith("specimen:"):
+        return factory(context)
+    return seams.adapt(factory, target, context, scenario)
+
+
+def contents(target: str, context: RankContext) -> pa.Table | None:
+    """What the target's own store holds (`history.FINAL_SCHEMA`); None for one that publishes to the fake.
+
+    Raises ScenarioError when the target cannot say.
+    """
+    from . import seams
+
+    if target == "reference" or target.startswith("specimen:"):
+        return None
+    return seams.contents(resolve(target), target, context)
+
+
+def resolve(target: str) -> Callable[[RankContext], Any]:
+    """The factory that a target string names. Raises ScenarioError when there is none, or it cannot be called."""
     if target == "reference":
         return reference
     kind, _, rest = target.partition(":")
@@ -96,25 +191,35 @@ def resolve(target: str) -> Callable[[RankContext], PublisherTarget]:
             return reference(context)
 
         return mutated
+    if kind == "exec":
+        return importlib.import_module("..conformance.subprocess_target", __package__).factory(rest)
     if not rest:
-        raise ScenarioError(f"target {target!r} is neither 'reference', 'specimen:ID' nor 'package.module:factory'")
+        raise ScenarioError(
+            f"target {target!r} is neither 'reference', 'specimen:ID', 'package.module:factory' nor 'exec:COMMAND'"
+        )
     try:
-        factory: Callable[[RankContext], PublisherTarget] = getattr(importlib.import_module(kind), rest)
+        factory: Callable[[RankContext], Any] = getattr(importlib.import_module(kind), rest)
     except (Exception, SystemExit) as error:
         raise ScenarioError(f"cannot import target {target!r}: {type(error).__name__}: {error}") from error
     if not callable(factory):
         raise ScenarioError(f"target {target!r} is a {type(factory).__name__}, not a callable that takes a RankContext")
+    importlib.import_module(".seams", __package__).check_factory(factory, target)
     return factory
 
 
 def reference(context: RankContext) -> PublisherTarget:
     """The reference publisher on the context's model and store."""
+    return reference_publisher(context)
+
+
+def reference_publisher(context: RankContext) -> Publisher:
+    """The same, as what it is."""
     from ..reference.publisher import Publisher
 
     return Publisher(
         _with_dynamic(source_of(context.model), context),
         context.client_factory(),
-        _settings(context),
+        settings_of(context),
         rank=context.rank,
         world_size=context.world_size,
         barrier=context.barrier,
@@ -132,7 +237,7 @@ def readback(target: str, context: RankContext) -> dict[str, Any] | None:
 
     if context.retain is None or not (target == "reference" or target.startswith("specimen:")):
         return None
-    settings = _settings(context)
+    settings = settings_of(context)
     project = context.client_factory().get_project(settings.project)
     view = project.get_dynamic_embedding_feature_view(settings.view)
     files = Files(context.retain)
@@ -140,7 +245,8 @@ def readback(target: str, context: RankContext) -> dict[str, Any] | None:
     return {**msgspec.to_builtins(report), "agrees": report.agrees}
 
 
-def _settings(context: RankContext) -> Any:
+def settings_of(context: RankContext) -> Settings:
+    """What the scenario asks for, as settings of the reference publisher. Raises ValueError for a refused version."""
     from ..reference.settings import Settings
 
     config = context.config

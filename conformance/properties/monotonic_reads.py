@@ -20,6 +20,9 @@ def monotonic_reads(history: History) -> Finding:
     same row by clocks of their own, which may differ, and the final flush is what reconciles them.
     """
     finding = Finding("monotonic-reads", unit="reads")
+    if not history.store_log:
+        finding.reason = "the target's own store does not tell what it served in the meantime"
+        return finding
     clients = history.writes["client"].combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy()
     for fqn, rows in evidence.written(history).items():
         order = np.argsort(rows.keys, kind="stable")  # per key, in arrival order

@@ -24,6 +24,9 @@ def no_silent_loss(history: History) -> Finding:
     if not evidence.log_is_whole(history):
         finding.reason = "the view was deleted, and with it the log of what it had accepted"
         return finding
+    if not history.store_log:
+        finding.reason = "the target's own store does not tell what it had accepted; see no-lost-rows"
+        return finding
     claims = [o.rank for o in history.outcomes if o.status == "ok"]
     if not claims:
         finding.reason = "no rank claimed success"

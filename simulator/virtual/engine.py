@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import random
+import threading
 import time
 import traceback
 from collections import Counter
@@ -37,12 +38,13 @@ from ..history import (
     LedgerTable,
     RankOutcome,
     append_attempt,
+    told_by_target,
 )
 from ..instrument import ObservedClient
 from ..loop import Checkpoint, TrainingLoop
 from ..scenario import Scenario
 from ..store_faults import planned
-from ..target import PASSWORD, PROJECT, VERSION, VIEW, RankContext, resolve
+from ..target import PASSWORD, PROJECT, VERSION, VIEW, RankContext, contents, resolve
 from ..workload import Workload
 from . import patches
 from .collectives import Group, torch_replacements
@@ -143,6 +145,8 @@ class _Job:
         self.plan.set(planned(scenario))
         self.checkpoints: dict[tuple[int, int], tuple[list[Rows], list[Mapping[str, Any]]]] = {}
         self.refused: ScenarioError | None = None
+        self.shared: dict[str, Any] = {}
+        self.foreign: pa.Table | None = None  # what the target's own store holds, if it has one
         self.secrets = {
             name: hashlib.sha256(f"{name}/{scenario.seed}".encode()).hexdigest()[:32] for name in SECRET_VARIABLES
         }
@@ -176,6 +180,8 @@ class _Job:
             if self.scenario.publisher.retain:
                 retained = read_shards(Path(RETAINED))
         final, writes = self._content()
+        if self.foreign is not None:
+            final, writes = told_by_target(self.foreign, scheduler.now_ms, VERSION)
         fired = [0] * len(self.scenario.faults)
         for event in self.events:
             if event.kind == "fault":
@@ -207,6 +213,7 @@ class _Job:
             schedule=schedule,
             attempts=starts if len(starts) > 1 else [],
             retained=retained,
+            store_log=self.foreign is None,
         )
         history.planted, history.leaks = tuple(self.secrets), self._leaks()
         return history
@@ -218,6 +225,11 @@ class _Job:
             self.attempt.supervise()
             if self.attempt.succeeded:
                 break
+        if self.refused is None:
+            try:
+                self.foreign = contents(self.target, self.attempt.reader())
+            except ScenarioError as error:
+                self.refused = error
 
     @contextmanager
     def _environment(self) -> Iterator[None]:
@@ -325,6 +337,11 @@ class _Attempt:
     @property
     def succeeded(self) -> bool:
         return all(outcome.status == "ok" for outcome in self._outcomes.values())
+
+    def reader(self) -> RankContext:
+        """What a target is told that has to say what its own store holds: no model, no client, no barrier."""
+        job = self.job
+        return RankContext.reader(self.scenario, run=f"{job.scenario.name}-{job.scenario.seed}", shared=job.shared)
 
     def outcome(self) -> Attempt:
         """What became of it, for the history."""
@@ -505,7 +522,14 @@ class _Loop(TrainingLoop):
             dynamic=tuple(self._model.dynamic.handles.values()),
             retain=RETAINED if self.scenario.publisher.retain else None,
             spill=SPILLED if self.scenario.publisher.spill else None,
+            run=f"{job.scenario.name}-{job.scenario.seed}",
+            shared=job.shared,
         )
+
+    def live_threads(self) -> list[threading.Thread]:
+        mine = {task.ident for task in self._job.scheduler.tasks if task.rank == self.rank}
+        active: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined] # without its lock
+        return [thread for ident, thread in active.items() if ident in mine]
 
     def agree(self, mine: bool, how: Literal["all", "any"]) -> bool:
         votes = self._attempt.group.exchange(self.rank, f"all_reduce ({how})", mine)

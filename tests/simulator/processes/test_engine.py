@@ -106,7 +106,7 @@ def test_the_steps_an_error_names_are_kept(engine) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("deltaproof_test_targets:nothing", "returned NoneType, which has no start"),
+        ("deltaproof_test_targets:nothing", "returned None: its factory has to return"),
         ("deltaproof_test_targets:absent", "cannot import target"),
         ("deltaproof_test_targets:not_callable", "not a callable"),
         ("no_such_module:make", "cannot import target"),

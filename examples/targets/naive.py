@@ -1,0 +1,61 @@
+"""An uploader as one writes it on the first afternoon. It works, on a good day: the kit says what is wrong with it.
+
+    deltaproof conform examples.targets.naive:NaiveUploader
+
+Found, each with the smallest scenario in which it happens:
+
+- rows that the store refuses are forgotten: `write_flush()` returns a summary, and nobody reads it;
+- a request that fails is not tried again: `store-error` and `store-reset` lose whole steps;
+- ts are the wall clock's: when it steps back, new rows lose against old ones; and a step's rows share one;
+- what is wrong with the background thread nobody hears: it ends, `submit` goes on queueing, and `close` says nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pyarrow as pa
+
+from deltaproof.conformance.target import RankContext, claims
+
+
+@claims("feature-store", "sdk", "json")
+class NaiveUploader:
+    """One thread, one queue, and hope."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._queue: queue.Queue[pa.Table | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def start(self) -> None:
+        self._view = self._context.open_view()
+        self._thread.start()
+
+    def submit(self, step: int, table: pa.Table) -> None:
+        self._queue.put(table)
+
+    def check_error(self) -> None:
+        pass  # the log has it
+
+    def close(self, drain: bool) -> None:
+        self._queue.put(None)
+        self._thread.join(10)
+
+    def _work(self) -> None:
+        while (table := self._queue.get()) is not None:
+            try:
+                rows = [
+                    {
+                        "embedding_name": self._context.names[row["table_fqn"]],
+                        "key_id": row["key_id"],
+                        "embedding": row["embedding"],
+                    }
+                    for row in table.to_pylist()
+                ]
+                self._view.write_features(rows, self._context.version, "MERGE", int(time.time() * 1000))
+                self._view.write_flush()
+            except Exception as error:
+                print(f"upload failed: {error}")
