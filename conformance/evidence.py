@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from ..simulator.faults import Fault, StoreSchemaChanged, StoreViewDeleted
 from ..simulator.history import Event, History, LedgerTable
+from . import int8
 
 #: Steps before the first and after the last one. ``NEVER``: the model never held it; ``FOREVER``: it still does.
 NEVER, FOREVER = -1, int(np.iinfo(np.int64).max)
@@ -37,7 +38,8 @@ class Rows:
     All int64 (n,): ``index`` row numbers in the Arrow table they come from, ``keys`` (the ledger's), ``ts``; ``first``
     and ``last`` step at which the model held exactly this value for this key (``NEVER``: at none). A value that came
     back later counts as held all the time in between, so that whoever says "too old" is certain. ``values``: float32
-    (n, dim), zeros where ``sized`` (n,) is false because the row has another dimension.
+    (n, dim), zeros where ``sized`` (n,) is false because the row has another dimension or type than was asked for. Rows
+    published as int8 are matched as int8.py says, and ``values`` are what serving makes of them.
     """
 
     ledger: LedgerTable
@@ -51,7 +53,10 @@ class Rows:
 
 
 def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and last step, int64 (n,) each, at which the model held ``values`` (n, dim) for ``keys`` (n,)."""
+    """First and last step, int64 (n,) each, at which the model held ``values`` for ``keys`` (n,).
+
+    ``values``: float32 (n, dim), or uint8 (n, dim + 4) as int8.py reads them.
+    """
     n, rows = len(keys), len(ledger.initial)
     legal = (keys >= 0) & (keys < rows)
     asked = np.zeros(rows, bool)
@@ -66,7 +71,8 @@ def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.
     superseded = np.flatnonzero(np.diff(model_keys) == 0)
     until[superseded] = model_steps[superseded + 1] - 1
 
-    codes = _codes(np.concatenate([model_values, values]))
+    quantised = values.dtype == np.uint8
+    codes = _codes(np.concatenate([int8.encode(model_values) if quantised else model_values, values]))
     width = len(codes) + 1
     pairs = np.append(model_keys, keys) * width + codes
     pairs[len(order) :][~legal] = -1
@@ -78,14 +84,25 @@ def held(ledger: LedgerTable, keys: np.ndarray, values: np.ndarray) -> tuple[np.
         return np.full(n, NEVER), np.full(n, NEVER)
     at = np.minimum(np.searchsorted(known, pairs[len(order) :]), len(known) - 1)
     hit = known[at] == pairs[len(order) :]
-    return np.where(hit, first[at], NEVER), np.where(hit, last[at], NEVER)
+    first, last = np.where(hit, first[at], NEVER), np.where(hit, last[at], NEVER)
+    if quantised and len(rest := np.flatnonzero(legal & ~hit)):
+        # Made in another way than FBGEMM's: compared with each value that the model held for the key.
+        low, high = (np.searchsorted(model_keys, keys[rest], side=side) for side in ("left", "right"))
+        row = np.repeat(np.arange(len(rest)), high - low)
+        value = np.arange(len(row)) + np.repeat(high - np.cumsum(high - low), high - low)
+        off = np.abs(int8.decode(values[rest])[row] - model_values[value])
+        near = (off <= int8.tolerance(model_values[value])).all(axis=1)
+        first[rest[row[near]]] = FOREVER
+        np.minimum.at(first, rest[row[near]], model_steps[value[near]])
+        np.maximum.at(last, rest[row[near]], until[value[near]])
+    return first, last
 
 
 def _codes(values: np.ndarray) -> np.ndarray:
-    """int64 (n,): equal numbers for rows that are equal bit by bit (0.0 and -0.0 are not, a NaN is what its bits
-    are)."""
-    values = np.ascontiguousarray(values, np.float32)
-    kind = pa.binary(values.shape[1] * 4)
+    """int64 (n,): equal numbers for rows of float32 or uint8 that are equal bit by bit (0.0 and -0.0 are not, a NaN is
+    what its bits are)."""
+    values = np.ascontiguousarray(values)
+    kind = pa.binary(values.shape[1] * values.itemsize)
     rows = pa.FixedSizeBinaryArray.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
     return rows.dictionary_encode().indices.to_numpy().astype(np.int64)
 
@@ -98,17 +115,21 @@ def match(history: History, table: pa.Table) -> dict[str, Rows]:
     keys, ts = table["sk"].to_numpy(), table["ts"].to_numpy()
     embeddings = table["embedding"].combine_chunks()
     lengths = pc.list_value_length(embeddings).fill_null(-1).to_numpy()
+    quantised = history.scenario.publisher.embedding_type == "int8"
+    typed = embeddings.type.value_type == (pa.uint8() if quantised else pa.float32())
     numbers = {name: code for code, name in enumerate(names.dictionary.to_pylist())}
     found = {}
     for fqn, ledger in history.tables.items():
         index = np.flatnonzero(codes == numbers.get(ledger.embedding_name, -1))
         mine = ledger.numbers(keys[index])
         dim = ledger.initial.shape[1]
-        sized = lengths[index] == dim
-        values = np.zeros((len(index), dim), np.float32)
+        width = dim + int8.TRAILER_BYTES if quantised else dim
+        sized = (lengths[index] == width) & typed
+        raw = np.zeros((len(index), width), np.uint8 if quantised else np.float32)
         flat = embeddings.take(pa.array(index[sized])).flatten()
-        values[sized] = flat.to_numpy(zero_copy_only=False).reshape(-1, dim)
-        first, last = held(ledger, mine, values)
+        raw[sized] = flat.to_numpy(zero_copy_only=False).reshape(-1, width)
+        values = int8.decode(raw) if quantised else raw
+        first, last = held(ledger, mine, raw)
         first[~sized] = last[~sized] = NEVER
         found[fqn] = Rows(ledger, index, mine, ts[index], values, sized, first, last)
     return found

@@ -94,7 +94,8 @@ class Workload(_Data, frozen=True, kw_only=True):
 class PublisherConfig(_Data, frozen=True, kw_only=True):
     """How the target is asked to publish: every ``every_steps`` steps or, when given, every ``every_minutes`` minutes.
 
-    ``batch_size`` rows per request; ``retry_attempts_max`` tries per step; deltas wait in a queue of at most
+    ``embedding_type`` int8: rows of one byte a number, with a scale and an offset (docs/tables.md). ``batch_size`` rows
+    per request; ``retry_attempts_max`` tries per step; deltas wait in a queue of at most
     ``queue_steps_max`` steps and ``queue_bytes_max`` bytes; ``flush_timeout_s`` for one answer, ``close_timeout_s`` for
     everything that is left at the end; ``settle_s`` that a restarted job waits for the last requests of the one before.
     With ``retain`` a copy of every acknowledged delta is kept in a folder of the run, with ``spill`` of every one that
@@ -105,6 +106,7 @@ class PublisherConfig(_Data, frozen=True, kw_only=True):
     every_minutes: float | None = None
     upload_format: Literal["arrow", "json"] = "arrow"
     naming: Literal["fqn", "role"] = "fqn"
+    embedding_type: Literal["float32", "int8"] = "float32"
     batch_size: int = 16
     max_workers: int = 2
     retry_attempts_max: int = 6

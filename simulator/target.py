@@ -259,6 +259,7 @@ def settings_of(context: RankContext) -> Settings:
         every_minutes=config.every_minutes,
         upload_format=config.upload_format,
         naming=config.naming,
+        embedding_type=config.embedding_type,
         batch_size=config.batch_size,
         max_workers=config.max_workers,
         retry_attempts_max=config.retry_attempts_max,

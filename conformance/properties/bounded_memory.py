@@ -25,9 +25,10 @@ def bounded_memory(history: History) -> Finding:
     finding = Finding("bounded-memory", unit="samples")
     allowed = history.scenario.publisher.queue_bytes_max + ALLOWANCE_BYTES
     writers = evidence.writers(history)
+    width = history.writes["embedding"].type.value_type.bit_width // 8
     lengths = pc.list_value_length(history.writes["embedding"].combine_chunks()).fill_null(0).to_numpy()
     for rank in range(history.ranks_max):
-        if 4 * int(lengths[writers == rank].sum()) <= allowed:
+        if width * int(lengths[writers == rank].sum()) <= allowed:
             continue
         samples = [e for e in history.of(f"rank{rank}", "after-step") if e.data.get("resident_bytes")]
         finding.checked += len(samples)

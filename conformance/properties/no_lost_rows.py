@@ -46,7 +46,7 @@ def compare_rows(history: History, finding: Finding) -> None:
         inside = (rows.keys >= 0) & (rows.keys < len(at)) & rows.sized
         at[rows.keys[inside]] = np.flatnonzero(inside)
         equal = at[keys] >= 0
-        equal[equal] = evidence.same_bits(rows.values[at[keys[equal]]], ledger.final[keys[equal]])
+        equal[equal] = rows.last[at[keys[equal]]] == evidence.FOREVER
         if history.restarted:
             kept = ledger.lookup_keys[evidence.survived(history, ledger.lookup_steps)]
             equal |= (at[keys] < 0) & ~np.isin(keys, kept)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...simulator.history import History
-from .. import evidence
+from .. import evidence, int8
 from ..verdict import Finding, Violation
 
 
@@ -71,7 +71,8 @@ def no_phantom_rows(history: History) -> Finding:
             size, dim = ledger.initial.shape
             expected = ledger.final[key] if 0 <= key < size else None
             if not rows.sized[i]:
-                message = f"the row does not have the table's dimension {dim}"
+                kind = history.scenario.publisher.embedding_type
+                message = f"the row does not have the table's dimension {dim} as {kind}"
             elif not 0 <= key < size:
                 message = f"the key lies outside the table's {size} rows{_origin(history, rows, i)}"
             elif touch == evidence.FOREVER:
@@ -86,7 +87,8 @@ def no_phantom_rows(history: History) -> Finding:
                     f"the row arrived before step {max(first, touch)} began, which first gave the model this value"
                 )
             step = touch if touch != evidence.FOREVER else None
-            return violation(index, message, table=fqn, step=step, expected=expected)
+            found = {"found": rows.values[i]} if rows.sized[i] else {}
+            return violation(index, message, table=fqn, step=step, expected=expected, **found)
 
         finding.report(bad.tolist(), describe)
     return finding
@@ -102,7 +104,11 @@ def _origin(history: History, rows: evidence.Rows, i: int) -> str:
             continue
         keys = np.append(np.arange(len(other.initial)), other.keys)
         steps = np.append(np.zeros(len(other.initial), np.int64), other.steps)
-        held = np.flatnonzero(evidence.same_bits(np.concatenate([other.initial, other.values]), value))
+        model = np.concatenate([other.initial, other.values])
+        if history.scenario.publisher.embedding_type == "int8":
+            held = np.flatnonzero((np.abs(model - value) <= int8.tolerance(model)).all(axis=1))
+        else:
+            held = np.flatnonzero(evidence.same_bits(model, value))
         if not len(held):
             continue
         # Of several, the same key under another owner explains most.
