@@ -1,0 +1,87 @@
+"""Profiles: how much a target is asked. ``smoke`` takes a minute, ``ci`` ten, ``nightly`` hours.
+
+A profile is a list of scenarios: those of the demo, those in which each known bug shows, and generated ones of every
+kind of fault. The same profile, engine and seed give the same list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import seed as hypothesis_seed
+
+from ..simulator.catalogue import demo_scenarios
+from ..simulator.errors import ScenarioError
+from ..simulator.scenario import Scenario
+from ..simulator.strategies import wide_scenarios
+from .specimens import SPECIMENS
+from .target import capabilities, is_ours
+
+
+@dataclass(frozen=True)
+class Profile:
+    """``known_bugs``: the scenario of every known bug, or only one of each fault family; ``generated``: how many are
+    generated besides, by engine: the virtual one is some twenty times as fast."""
+
+    known_bugs: bool
+    generated: dict[str, int]
+
+
+PROFILES: dict[str, Profile] = {
+    "smoke": Profile(known_bugs=False, generated={"virtual": 60, "processes": 0}),
+    "ci": Profile(known_bugs=True, generated={"virtual": 500, "processes": 100}),
+    "nightly": Profile(known_bugs=True, generated={"virtual": 5000, "processes": 2000}),
+}
+
+
+def plan(profile: str, engine: str, seed: int, target: str = "reference") -> list[Scenario]:
+    """The scenarios of a profile, each with a name of its own, the calmest first.
+
+    Their upload_format is one that ``target`` claims. Raises ScenarioError for an unknown profile, engine or target.
+    """
+    if profile not in PROFILES:
+        raise ScenarioError(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
+    chosen = PROFILES[profile]
+    if engine not in chosen.generated:
+        raise ScenarioError(f"unknown engine {engine!r}; known: {', '.join(chosen.generated)}")
+    found = demo_scenarios(seed=2026 + seed)
+    families = {fault.family for scenario in found for fault in scenario.faults}
+    for specimen in SPECIMENS.values():
+        if chosen.known_bugs or specimen.family not in families:
+            families.add(specimen.family)
+            found.append(specimen.scenario)
+    found += generated(chosen.generated[engine], seed)
+    return found if is_ours(target) else [_fitted(scenario, capabilities(target)) for scenario in found]
+
+
+def generated(count: int, seed: int) -> list[Scenario]:
+    """Scenarios drawn from a seed, ``generated-0001`` and so on; fewer than ``count`` only if no more can be drawn."""
+    found: list[Scenario] = []
+
+    @hypothesis_seed(seed)
+    @settings(
+        max_examples=max(1, count),
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(wide_scenarios())
+    def draw(scenario: Scenario) -> None:
+        found.append(msgspec.structs.replace(scenario, name=f"generated-{len(found) + 1:04d}"))
+
+    if count:
+        draw()
+    return found[:count]
+
+
+def _fitted(scenario: Scenario, has: frozenset[str]) -> Scenario:
+    """The scenario, with rows asked for in the format that the target has, where it has but one."""
+    formats = has & {"arrow", "json"}
+    if len(formats) != 1:
+        return scenario
+    publisher = msgspec.structs.replace(scenario.publisher, upload_format=next(iter(formats)))
+    return msgspec.structs.replace(scenario, publisher=publisher)
