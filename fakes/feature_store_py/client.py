@@ -173,17 +173,12 @@ class DynamicEmbeddingFeatureView:
         """
         with self._lock:
             pending, self._pending = self._pending, []
-        errors: list[WriteError] = []
-        for rows, future in pending:
-            try:
-                future.result()
-            except concurrent.futures.CancelledError:
-                errors.append(WriteError.of(TransportError("NotSent", "dropped by close(wait=False)"), rows))
-            except TransportError as error:
-                failed = rows if error.rows_failed is None else min(error.rows_failed, rows)
-                errors.append(WriteError.of(error, failed))
-            except Exception as error:  # a bug in this library must show as a failed batch, not pass as a success
-                errors.append(WriteError.of(TransportError("ClientBug", f"{type(error).__name__}: {error}"), rows))
+        try:
+            errors = [error for rows, future in pending if (error := self._outcome(rows, future)) is not None]
+        except BaseException:  # Ctrl-C: the next flush must account for these
+            with self._lock:
+                self._pending = pending + self._pending
+            raise
         total = sum(rows for rows, _ in pending)
         failed_records = sum(error.rows for error in errors)
         return {
@@ -194,6 +189,18 @@ class DynamicEmbeddingFeatureView:
             "failed_records": failed_records,
             "errors": errors,
         }
+
+    @staticmethod
+    def _outcome(rows: int, future: concurrent.futures.Future[None]) -> WriteError | None:
+        try:
+            future.result()
+        except concurrent.futures.CancelledError:
+            return WriteError.of(TransportError("NotSent", "dropped by close(wait=False)"), rows)
+        except TransportError as error:
+            return WriteError.of(error, rows if error.rows_failed is None else min(error.rows_failed, rows))
+        except Exception as error:  # a bug in this library must show as a failed batch, not pass as a success
+            return WriteError.of(TransportError("ClientBug", f"{type(error).__name__}: {error}"), rows)
+        return None
 
     def get_online_features(
         self, feature_name: str, keys: Iterable[SupportsIndex], version: str | None = None

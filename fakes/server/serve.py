@@ -7,6 +7,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -231,12 +232,20 @@ def run_forever(
     (in use, damaged, not writable), OSError.
     """
     context = tls.context() if tls else None
+    _take_descriptors()
     with contextlib.ExitStack() as cleanup:
         if data_dir is not None:
             store = cleanup.enter_context(kept_store(data_dir, fsync))
         sock = _bind(host, port)
         state = ServerState(store or wall_store(), token, Verifier(accounts))
         asyncio.run(_until_stopped(sock, state, ready, tls=context))
+
+
+def _take_descriptors() -> None:
+    """As many as this process may have: a shell's soft limit, often 1,024, would be that of connections."""
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _until_stopped(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import pyarrow as pa
@@ -132,6 +133,31 @@ def test_a_flush_with_nothing_to_do_and_a_reset_after_each(backend: Backend) -> 
     view.write_features([], VERSION, ts=5)
     assert view.write_flush()["total_batches"] == 1
     assert view.write_flush() == empty
+
+
+def test_a_flush_that_is_interrupted_leaves_its_batches_to_the_next_one(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = backend.view()
+    view.write_features_arrow(many(3), VERSION, ts=5)
+    view.write_features_arrow(sdk_rows(["t"], [-1], [[1.0]]), VERSION, ts=5)
+    waits = []
+
+    def interrupted(future: Future[None], timeout: float | None = None) -> None:
+        waits.append(future)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+        return result(future, timeout)
+
+    result = Future.result
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        view.write_flush()
+    monkeypatch.undo()
+    view.write_features_arrow(many(2), VERSION, ts=6)
+    summary = view.write_flush()
+    assert (summary["total_batches"], summary["failed_batches"]) == (3, 1)
+    assert (summary["success_records"], summary["failed_records"]) == (5, 1)
 
 
 @pytest.mark.parametrize(

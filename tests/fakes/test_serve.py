@@ -297,6 +297,24 @@ def test_the_foreground_server_ends_on_a_signal(number: signal.Signals) -> None:
         process.wait(WAIT_S)
 
 
+def test_the_foreground_server_takes_more_connections_than_a_low_soft_limit() -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 400))\n" + SERVE
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with contextlib.ExitStack() as connections:
+            for _ in range(100):
+                one = connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+                one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert one.recv(4096).startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+
+
 def test_faults_and_the_facade_cost_no_server_import() -> None:
     """The deterministic engine uses both without sockets: neither may pull in aiohttp, torch or the OpenAPI client."""
     code = (
