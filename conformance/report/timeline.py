@@ -155,22 +155,26 @@ def story(history: History, violation: Violation, most: int = STORY_MAX) -> list
             tell(ends.get(step, math.inf), home, "model", f"step {step}: {text}")
         else:
             tell(-math.inf, home, "model", f"before step 1: {value}")
-    name = ledger.embedding_name
-    for row in _rows_of(history.writes, name, violation.key).to_pylist():
-        meaning = _meaning(row["embedding"], versions)
-        tell(row["t_ms"], "store", "store", f"accepted from {row['client']} under ts {row['ts']}: {meaning}")
+    written = evidence.written(history)[ledger.table.fqn]
+    for i in np.flatnonzero(written.keys == number).tolist():
+        row = history.writes.slice(int(written.index[i]), 1).select(["t_ms", "client"]).to_pylist()[0]
+        meaning = evidence.when_held(int(written.first[i]), int(written.last[i]))
+        tell(row["t_ms"], "store", "store", f"accepted from {row['client']} under ts {written.ts[i]}: {meaning}")
     since = min((ends.get(step, -math.inf) for step in lookups), default=-math.inf)
     for event in history.events:
         if event.kind in TROUBLE and event.t_ms >= since:
             tell(event.t_ms, event.who, "trouble", _trouble(history, event))
-    served = _rows_of(history.final, name, violation.key).to_pylist()
     told.sort(key=lambda pair: pair[0])
     moments = _without_echoes([moment for _, moment in told])
     if len(moments) > most:
         gap = Moment(t_ms=None, lane="", kind="model", text=f"({len(moments) - most} more)")
         moments = [*moments[: most // 3], gap, *moments[-(most - most // 3) :]]
-    last = f"{_meaning(served[0]['embedding'], versions)}, ts {served[0]['ts']}" if served else "nothing"
-    end = Moment(t_ms=None, lane="store", kind="store" if served else "missing", text=f"at the end it serves {last}")
+    served = evidence.served(history)[ledger.table.fqn]
+    last = "nothing"
+    for i in np.flatnonzero(served.keys == number).tolist():
+        last = f"{evidence.when_held(int(served.first[i]), int(served.last[i]))}, under ts {served.ts[i]}"
+    kind = "missing" if last == "nothing" else "store"
+    end = Moment(t_ms=None, lane="store", kind=kind, text=f"at the end it serves {last}")  # type: ignore[arg-type]
     return [*moments, end]
 
 
@@ -201,15 +205,6 @@ def _without_echoes(moments: list[Moment]) -> list[Moment]:
 
 def _rows_of(table: pa.Table, name: str, key: int) -> pa.Table:
     return table.filter(pc.and_(pc.equal(table["pk"], name), pc.equal(table["sk"], key)))
-
-
-def _meaning(row: list[float], versions: dict[int, bytes]) -> str:
-    """Which of the model's values a row is."""
-    raw = np.array(row, np.float32).tobytes()
-    steps = [step for step, held in versions.items() if held == raw]
-    if not steps:
-        return f"{_short(raw)}, which the model never held for this key"
-    return "the initial value" if steps[-1] == 0 else f"the value of step {steps[-1]}"
 
 
 def _short(row: bytes) -> str:
