@@ -1,4 +1,5 @@
-"""Counts the collectives that a target issues in the training thread, by operation and call site.
+"""Counts the collectives that a target issues in the training thread, by operation and call site, and keeps in a file
+which one this rank is in.
 
 Collectives of the model itself are its own affair; those that a publisher adds to a step make every rank wait for the
 slowest one. Only what goes through Python is seen, which is all that a publisher can call.
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
+
+from .hang import Call, FlightWriter
 
 #: Methods of a process group that every member has to call; the torch at hand may lack some.
 OPERATIONS = (
@@ -42,25 +46,42 @@ OPERATIONS = (
     "scatter",
     "send",
 )
-_TORCH = str(Path(torch.__file__).parent)
+#: Names that torch.distributed has for some of them.
+PUBLIC = {
+    "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+}
+#: torch and torchrec, and what torch's functions are wrapped in.
+_TORCH = (str(Path(torch.__file__).parent), str(typing_extensions.__file__))
 
 
 class Collectives:
-    """One per run, made in the training thread."""
+    """One per run, made in the training thread. ``flight`` is where the file lies."""
 
-    def __init__(self) -> None:
+    def __init__(self, flight: Path) -> None:
         self._thread = threading.get_ident()
         self._counts: Counter[str] | None = None
+        self._flight = FlightWriter(flight)
+        #: What was begun and not waited for yet, by identity of torch's handle, which lives as long as it may be.
+        self._begun: dict[int, Call] = {}
 
     def install(self) -> Callable[[], None]:
-        """Replace the operations by counted ones; what is returned puts them back."""
+        """Replace the operations by recorded ones; what is returned puts them back."""
         originals = {n: getattr(dist.ProcessGroup, n) for n in OPERATIONS if hasattr(dist.ProcessGroup, n)}
         for name, operation in originals.items():
-            setattr(dist.ProcessGroup, name, self._counted(name, operation))
+            setattr(dist.ProcessGroup, name, self._recorded(name, operation))
+        wait = dist.Work.wait
+        dist.Work.wait = self._waited(wait)  # type: ignore[method-assign]
 
         def undo() -> None:
             for name, operation in originals.items():
                 setattr(dist.ProcessGroup, name, operation)
+            dist.Work.wait = wait  # type: ignore[method-assign]
+            self._flight.close()
 
         return undo
 
@@ -73,13 +94,33 @@ class Collectives:
         finally:
             self._counts = None
 
-    def _counted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def _recorded(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
+            site = _call_site()
             if self._counts is not None and threading.get_ident() == self._thread:
-                self._counts[f"{name} at {_call_site()}"] += 1
-            return operation(group, *args, **kwargs)
+                self._counts[f"{name} at {site}"] += 1
+            call = self._flight.begin(PUBLIC.get(name, name), site)
+            try:
+                work = operation(group, *args, **kwargs)
+            finally:
+                self._flight.leave(call)
+            self._begun[id(work)] = call
+            return work
 
-        return counted
+        return recorded
+
+    def _waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
+            call = self._begun.pop(id(work), None)
+            if call is None:
+                return wait(work, *args, **kwargs)
+            self._flight.enter(call)
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                self._flight.leave(call)
+
+        return waited
 
 
 def _call_site() -> str:

@@ -14,7 +14,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from secrets import token_hex
@@ -40,9 +41,10 @@ from ..scenario import Scenario
 from ..target import PASSWORD, VERSION
 from ..workload import Workload
 from . import rank as rank_module
-from .pool import RankPool, RankProcess, may_share
+from .launchers import Job, Launcher, Supervision, Torchrun, check_options
+from .pool import RankPool, may_share
 from .store_process import StoreProcess
-from .supervisor import Supervisor, end_processes
+from .supervisor import Supervisor
 
 #: A Unix socket's path has 107 bytes, and multiprocessing needs 33 of them for its own names.
 TMPDIR_BYTES_MAX = 74
@@ -90,14 +92,26 @@ class ProcessEngine:
 
     ``start_method``: ``forkserver`` (ranks fork from a process that has torch imported) or ``spawn`` (a fresh
     interpreter per rank, for comparison). ``keep``: a folder in which each run's files are kept, else they are removed
-    with the run.
+    with the run. ``launcher``: ``own`` starts the ranks as said, ``torchrun`` lets an agent on each of ``nodes`` nodes,
+    all on this machine, start them (at most one node per rank). ``supervision``: see `launchers.Supervision`.
+    Raises ScenarioError for options that do not go together.
     """
 
     def __init__(
-        self, *, start_method: Literal["forkserver", "spawn"] = "forkserver", keep: Path | None = None
+        self,
+        *,
+        start_method: Literal["forkserver", "spawn"] = "forkserver",
+        keep: Path | None = None,
+        launcher: Launcher = "own",
+        nodes: int = 1,
+        supervision: Supervision = "torchrun",
     ) -> None:
+        check_options(launcher, nodes, supervision)
+        self._launcher, self._nodes, self._supervision = launcher, nodes, supervision
         require_torch()
         require_short_tmpdir()
+        if launcher == "torchrun":
+            start_method = "spawn"  # of the store: nothing here is to be forked with torch in memory
         self._context: BaseContext = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload([PRELOAD])
@@ -105,7 +119,7 @@ class ProcessEngine:
         _sweep()
         self._folder = Path(tempfile.mkdtemp(prefix=f"deltaproof-{os.getpid()}-"))
         self._runs = 0
-        self._ranks: list[RankProcess] = []
+        self._job: Job | None = None
         self._pool = RankPool(self._context) if start_method == "forkserver" else None
         self._store: StoreProcess | None = None
 
@@ -117,8 +131,7 @@ class ProcessEngine:
 
     def close(self) -> None:
         """End every process this engine started and remove its folder. Safe to call twice and after an interrupt."""
-        end_processes(self._ranks)
-        self._ranks = []
+        self._end_job()
         self.release()
         if self._store is not None:
             self._store.close()
@@ -156,19 +169,21 @@ class ProcessEngine:
         # As long as real ones, and found nowhere by chance.
         secrets = {name: token_hex(16) for name in SECRET_VARIABLES}
         runs: list[Supervisor] = []
-        make = self._pool.ranks if self._pool is not None and may_share(scenario, target) else self._own_ranks
+        make = self._launch(scenario, target)
         try:
             for attempt in range(1 + len(scenario.restarts)):
-                supervisor = Supervisor(scenario, attempt, target, store.endpoint, folder, make, secrets)
+                supervisor = Supervisor(
+                    scenario, attempt, target, store.endpoint, folder, make, secrets, self._supervision
+                )
                 runs.append(supervisor)
-                self._ranks = supervisor.ranks
+                self._job = supervisor.job
                 supervisor.start(self._folder / "torch")
                 supervisor.wait()
-                self._end_ranks()
+                self._end_job()
                 if not supervisor.failed:
                     break
         finally:
-            self._end_ranks()
+            self._end_job()
         wall_s = time.monotonic() - started
         history = self._collect(scenario, target, manifest, store, runs)
         history.wall_s = wall_s
@@ -202,20 +217,29 @@ class ProcessEngine:
         folder.symlink_to(kept.resolve())
         return folder
 
-    def _own_ranks(self, specs: Sequence[rank_module.RankSpec]) -> list[RankProcess]:
-        """Ranks that are not started yet, each in a process that ends with the run."""
-        return [
-            self._context.Process(  # type: ignore[attr-defined]
-                target=rank_module.main, args=(spec,), name=f"deltaproof-rank{spec.rank}"
-            )
-            for spec in specs
-        ]
+    def _launch(self, scenario: Scenario, target: str) -> Callable[[list[rank_module.RankSpec]], Job]:
+        """What makes the processes of the ranks, not started yet."""
+        if self._launcher == "torchrun":
+            return partial(Torchrun, nodes=self._nodes)
+        if self._pool is not None and may_share(scenario, target):
+            return self._pool.job
+        return self._own_job
 
-    def _end_ranks(self) -> None:
-        end_processes(self._ranks)
-        if self._pool is not None:
-            self._pool.settle(self._ranks)
-        self._ranks = []
+    def _own_job(self, specs: Sequence[rank_module.RankSpec]) -> Job:
+        """Each rank in a process that ends with the run."""
+        return Job(
+            [
+                self._context.Process(  # type: ignore[attr-defined]
+                    target=rank_module.main, args=(spec,), name=f"deltaproof-rank{spec.rank}"
+                )
+                for spec in specs
+            ]
+        )
+
+    def _end_job(self) -> None:
+        if self._job is not None:
+            self._job.end()
+        self._job = None
 
     def _collect(
         self, scenario: Scenario, target: str, manifest: dict[str, str], store: StoreProcess, runs: list[Supervisor]
@@ -242,6 +266,9 @@ class ProcessEngine:
             scenario=scenario,
             target=target,
             engine="processes",
+            launcher=self._launcher,
+            nodes=max(run.job.nodes for run in runs),
+            supervision=self._supervision,
             events=events,
             outcomes=attempts[-1].outcomes,
             tables=tables,

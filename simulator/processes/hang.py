@@ -88,8 +88,9 @@ class FlightWriter:
     def _write(self) -> None:
         text = self._encoder.encode(self._flight)
         self._size = max(self._size, len(text))
-        # One write, over all that was there: a reader finds one or the other.
-        os.pwrite(self._file, text.ljust(self._size), 0)
+        with contextlib.suppress(OSError):  # a full disk is no affair of the target's collectives
+            # One write, over all that was there: a reader finds one or the other.
+            os.pwrite(self._file, text.ljust(self._size), 0)
 
     def close(self) -> None:
         os.close(self._file)

@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..faults import ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError
 from ..scenario import Scenario
 from . import rank as rank_module
+from .launchers import Job, end_processes
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -27,27 +28,6 @@ RUNS_MAX = 50
 GROWTH_BYTES_MAX = 256 << 20
 #: Faults that replace functions of the whole process.
 PATCHING = (ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError)
-
-
-class RankProcess(Protocol):
-    """What a supervisor needs of a rank, as `multiprocessing.Process` has it. ``sentinel`` is ready when it ended."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def sentinel(self) -> int | Connection: ...
-
-    @property
-    def exitcode(self) -> int | None: ...
-
-    def start(self) -> None: ...
-
-    def is_alive(self) -> bool: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 def may_share(scenario: Scenario, target: str) -> bool:
@@ -147,6 +127,18 @@ class SharedRank:
         return worker
 
 
+class PooledJob(Job):
+    """One start of the job on processes of a pool."""
+
+    def __init__(self, pool: RankPool, ranks: list[SharedRank]) -> None:
+        super().__init__(ranks)
+        self._pool, self._shared = pool, ranks
+
+    def end(self) -> None:
+        end_processes(self.ranks)
+        self._pool.settle(self._shared)
+
+
 class RankPool:
     """Makes the ranks of one attempt after another. ``close`` ends every process of it."""
 
@@ -154,9 +146,9 @@ class RankPool:
         self.context = context
         self._idle: list[_Worker] = []
 
-    def ranks(self, specs: Sequence[rank_module.RankSpec]) -> list[RankProcess]:
+    def job(self, specs: Sequence[rank_module.RankSpec]) -> PooledJob:
         """Ranks that are not started yet, on processes of the pool."""
-        return [SharedRank(self, spec) for spec in specs]
+        return PooledJob(self, [SharedRank(self, spec) for spec in specs])
 
     def take(self) -> _Worker:
         """A process that waits, or a new one."""
@@ -167,9 +159,8 @@ class RankPool:
             worker.end()
         return _Worker(self.context)
 
-    def settle(self, ranks: Sequence[RankProcess]) -> None:
+    def settle(self, shared: Sequence[SharedRank]) -> None:
         """Take back the processes of an attempt that is over: to be used again if it ended well on all ranks."""
-        shared = [rank for rank in ranks if isinstance(rank, SharedRank)]
         well = all(rank.exitcode == 0 for rank in shared)
         for rank in shared:
             worker = rank.give_back()

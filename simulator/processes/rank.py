@@ -37,6 +37,7 @@ from ..instrument import ObservedClient
 from ..loop import Checkpoint, TrainingLoop
 from ..scenario import Scenario
 from ..target import PASSWORD, RankContext
+from .hang import Listener
 from .lifeline import die_with_parent
 
 #: The exit code of a rank whose scenario or target cannot be run.
@@ -64,17 +65,18 @@ class RankSpec:
 def main(spec: RankSpec) -> None:
     """Entry point of a process that is one rank of one run. Exits with the code of `perform`."""
     die_with_parent()
-    sys.exit(perform(spec, ExitStack()))
+    sys.exit(perform(spec, ExitStack(), Listener()))
 
 
 def launched(spec_file: Path) -> None:
     """Entry point of a rank under torchrun, which sets RANK and WORLD_SIZE. The file holds a ``RankSpec`` for all."""
     spec = msgspec.json.decode(spec_file.read_bytes(), type=RankSpec)
     die_with_parent(spec.supervisor_pid)
-    from . import preload  # noqa: F401 - before the first record, from which on the deadlines count
+    listener = Listener()
+    from . import collectives, model  # noqa: F401 - torch, before the first record, from which on the deadlines count
 
     secrets = {name: os.environ[name] for name in spec.secrets}
-    sys.exit(perform(replace(spec, rank=int(os.environ["RANK"]), secrets=secrets), ExitStack()))
+    sys.exit(perform(replace(spec, rank=int(os.environ["RANK"]), secrets=secrets), ExitStack(), listener))
 
 
 def serve(tasks: Connection) -> None:
@@ -84,6 +86,7 @@ def serve(tasks: Connection) -> None:
     grown. When it did not, or left something that cannot be undone, the process ends with the run's exit code instead.
     """
     die_with_parent()
+    listener = Listener()
     begun = Slate()
     for number in itertools.count(1):
         try:
@@ -92,7 +95,7 @@ def serve(tasks: Connection) -> None:
             return
         threads = set(threading.enumerate())
         undo = ExitStack()
-        code = perform(spec, undo, runs_before=number - 1)
+        code = perform(spec, undo, listener, runs_before=number - 1)
         if code or not _ended(set(threading.enumerate()) - threads):
             sys.exit(code)
         undo.close()
@@ -157,7 +160,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def perform(spec: RankSpec, undo: ExitStack, runs_before: int = 0) -> int:
+def perform(spec: RankSpec, undo: ExitStack, listener: Listener, runs_before: int = 0) -> int:
     """One rank of one run. Returns 0 after a clean one, BAD_INPUT for a scenario or target that cannot be run and 1
     after any other exception, which it records first. ``undo`` gets what makes the process ready for another run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle: it ends the ranks in order
@@ -170,6 +173,8 @@ def perform(spec: RankSpec, undo: ExitStack, runs_before: int = 0) -> int:
     undo.callback(stacks.close)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     undo.callback(faulthandler.unregister, signal.SIGUSR1)
+    listener.where = folder / f"rank{rank}.recorder.json"
+    undo.callback(setattr, listener, "where", None)
     undo.enter_context(warnings.catch_warnings())  # forgets which ones were shown: each run shows them once
     os.environ.update(spec.secrets)
     scenario = Scenario.from_json(spec.scenario).of_attempt(spec.attempt)
@@ -240,7 +245,7 @@ class Run(TrainingLoop):
             world_size=scenario.world_size,
             timeout=datetime.timedelta(seconds=scenario.deadlines.run_s),
         )
-        self.collectives = Collectives()
+        self.collectives = Collectives(Path(spec.folder) / f"rank{spec.rank}.flight.json")
         undo.callback(self.collectives.install())
         ledger = LedgerWriter(Path(spec.folder) / f"rank{spec.rank}.ledger.arrows")
         self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"), spec.attempt)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +22,49 @@ from ..history import FINAL_SCHEMA, WRITES_SCHEMA, Event
 from ..scenario import Scenario
 from ..store_faults import planned
 from ..target import PROJECT, VERSION, VIEW
-from .supervisor import end_processes, start_processes
+from .launchers import end_processes
+from .supervisor import start_processes
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 
+#: Seconds for the ranks of a supervisor that was killed to be gone, so that they write no more.
+SWEEP_S = 20.0
+
+
+def serve(pipe: Connection, folder: Path, sockets: Path) -> None:
+    """Entry point of the store's process. Serves until ``pipe`` has something or is closed; where the other end was
+    closed without a word the supervisor was killed, and what it can no longer remove is removed here.
+
+    ``sockets``: multiprocessing's folder in the supervisor, with the forkserver's socket, if there is one.
+    """
+    from ...fakes.server import process_main
+
+    process_main(pipe)
+    try:
+        pipe.recv()
+    except (EOFError, ConnectionError):
+        limit = time.monotonic() + SWEEP_S
+        while folder.exists() and time.monotonic() < limit:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
+        for socket in sockets.glob("listener-*"):
+            socket.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody else's files are in it
+            sockets.rmdir()
+
+
 class StoreProcess:
-    """The fake Feature Store in a process of its own, driven over its admin routes; every call has a time-out."""
+    """The fake Feature Store in a process of its own, driven over its admin routes; every call has a time-out.
+
+    ``folder``: the engine's, which the process removes should this one be killed.
+    """
 
     def __init__(self, context: BaseContext, folder: Path) -> None:
-        from ...fakes.server import process_main
-
         self._pipe, child = context.Pipe()
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=process_main, args=(child,), name="deltaproof-store", daemon=True
+            target=serve, args=(child, folder, Path(get_temp_dir())), name="deltaproof-store", daemon=True
         )
         start_processes([self._process], folder / "torch")
         child.close()
@@ -51,6 +84,8 @@ class StoreProcess:
         return self._process.is_alive()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # it ended before
+            self._pipe.send(None)
         self._pipe.close()
         self._process.join(5)
         end_processes([self._process])

@@ -27,7 +27,8 @@ import msgspec
 from ..errors import KitError
 from ..history import Event, RankOutcome, append_event, read_events
 from ..scenario import Scenario
-from .pool import RankProcess
+from . import hang
+from .launchers import Job, RankProcess, Supervision, TorchrunRank, end_processes
 from .rank import BAD_INPUT, RankSpec
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def _starting(cache: Path) -> Iterator[None]:
 
     A child imports its parent's main module anew: a console script, pytest or a user's notebook, once per rank. Nothing
     that runs in a child comes from there, and a script without an ``if __name__`` guard would start itself again.
-    Ctrl-C is blocked, not ignored, so that the supervisor gets it a moment later and ends its children in order. torch
+    Ctrl-C is blocked, not ignored, so that the supervisor gets it a moment later and ends its children in order;
+    SIGUSR2 is for one thread of a rank (`hang.Listener`), and no other thread that a library starts may get it. torch
     makes a cache folder when it is imported; ``cache`` says where, if the environment does not.
     """
     main = sys.modules["__main__"]
@@ -57,7 +59,7 @@ def _starting(cache: Path) -> Iterator[None]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     # Started in between, the resource tracker would unblock SIGINT again before the forkserver inherits the mask.
     multiprocessing.resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2})
     try:
         yield
     finally:
@@ -82,7 +84,7 @@ def start_processes(processes: Sequence[RankProcess | BaseProcess], cache: Path)
 
     failures: list[BaseException] = []
     done = threading.Event()  # not Thread.join: interrupted, CPython 3.11 takes the thread for ended
-    if isinstance(processes[0], SpawnProcess):
+    if isinstance(processes[0], SpawnProcess | TorchrunRank):
         # Not from a thread: the kernel would take the thread's end for the death of the parent (die_with_parent).
         start()
     else:
@@ -124,10 +126,12 @@ class Supervisor:
         target: str,
         endpoint: str,
         folder: Path,
-        make: Callable[[list[RankSpec]], list[RankProcess]],
+        make: Callable[[list[RankSpec]], Job],
         secrets: Mapping[str, str],
+        supervision: Supervision = "torchrun",
     ) -> None:
         """``make``: the ranks' processes, not started yet, in order of ranks."""
+        self._strict = supervision == "strict"
         self.scenario, self.attempt = scenario.of_attempt(attempt), attempt
         self.folder = folder / f"attempt-{attempt}" if attempt else folder
         self.folder.mkdir(exist_ok=True)
@@ -136,9 +140,11 @@ class Supervisor:
         self.stacks: dict[int, str] = {}
         self.begin_ms = self.end_ms = 0.0
         self._ended: dict[int, str] = {}
+        self._exits: set[int] = set()
         text = scenario.to_json()
         common = (target, endpoint, str(self.folder), secrets, attempt, str(folder))
-        self.ranks = make([RankSpec(text, rank, *common) for rank in range(self.scenario.world_size)])
+        self.job = make([RankSpec(text, rank, *common) for rank in range(self.scenario.world_size)])
+        self.ranks = self.job.ranks
 
     def start(self, cache: Path) -> None:
         self.begin_ms = time.monotonic() * 1000
@@ -147,7 +153,8 @@ class Supervisor:
     @property
     def failed(self) -> bool:
         """Whether a rank ended otherwise than well. A scenario that cannot be run is no failure of the job."""
-        return all(process.exitcode != BAD_INPUT for process in self.ranks) and any(p.exitcode for p in self.ranks)
+        codes = [process.exitcode for process in self.ranks]
+        return BAD_INPUT not in codes and any(code != 0 for code in codes)
 
     def all_events(self) -> list[Event]:
         """The supervisor's own, and what the ranks wrote."""
@@ -155,58 +162,75 @@ class Supervisor:
         return [*self.events, *(e for rank in ranks for e in read_events(self.folder / f"rank{rank}.events.jsonl"))]
 
     def wait(self) -> None:
-        """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the
-        grace."""
+        """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the grace,
+        unless supervision is strict. Raises KitError when a rank does not even begin."""
         deadlines = self.scenario.deadlines
-        limit = time.monotonic() + deadlines.run_s
-        failed = False
-        waiting: dict[Any, int] = {p.sentinel: rank for rank, p in enumerate(self.ranks)}
-        while waiting:
+        limit = time.monotonic() + self.job.start_s
+        begun = failed = False
+        gone: dict[int, float] = {}
+        while waiting := [rank for rank in range(len(self.ranks)) if rank not in gone]:
+            if not begun and self.job.begun:
+                begun, limit = True, time.monotonic() + deadlines.run_s
             left_s = limit - time.monotonic()
-            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), POLL_S))
-            for sentinel in ready:
-                rank = waiting.pop(sentinel)
-                process = self.ranks[rank]
-                process.join()
-                self._note("rank-exit", rank, exitcode=process.exitcode)
-            if not failed and self._some_rank_failed():
+            sentinels: dict[Any, RankProcess] = {self.ranks[rank].sentinel: self.ranks[rank] for rank in waiting}
+            sentinels.pop(None, None)
+            for ready in multiprocessing.connection.wait(list(sentinels), timeout=min(max(0.0, left_s), POLL_S)):
+                sentinels[ready].join()
+            ended = [rank for rank in waiting if not self.ranks[rank].is_alive()]
+            for rank in ended:
+                gone[rank] = time.monotonic() * 1000
+                self._note_exit(rank, gone[rank])
+            if not failed and self._some_rank_failed(list(gone)):
                 failed = True
-                limit = min(limit, time.monotonic() + deadlines.grace_s)
-            if not ready and time.monotonic() >= limit:
-                self._end_rest(sorted(waiting.values()), "ended" if failed else "deadline")
+                if not self._strict:
+                    limit = min(limit, time.monotonic() + deadlines.grace_s)
+            if not ended and time.monotonic() >= limit:
+                if not begun and not failed:
+                    raise KitError(f"a rank did not begin within {self.job.start_s:g} s: {self.job.last_words()}")
+                self._end_rest(waiting, "ended" if failed and not self._strict else "deadline")
                 break
+        self.job.settle()
+        for rank in gone.keys() - self._exits:
+            self._note_exit(rank, gone[rank])
         self.end_ms = time.monotonic() * 1000
 
-    def _some_rank_failed(self) -> bool:
+    def _note_exit(self, rank: int, t_ms: float) -> None:
+        """Once its exit code is known; under torchrun that may be later."""
+        code = self.ranks[rank].exitcode
+        if code is not None:
+            self._exits.add(rank)
+            self._note("rank-exit", rank, t_ms, exitcode=code)
+
+    def _some_rank_failed(self, gone: list[int]) -> bool:
         """A rank exited with an error, or raised and has not exited yet."""
-        return any(
-            process.exitcode or (self.folder / f"rank{rank}.failed").exists() for rank, process in enumerate(self.ranks)
+        return any(self.ranks[rank].exitcode != 0 for rank in gone) or any(
+            (self.folder / f"rank{rank}.failed").exists() for rank in range(len(self.ranks))
         )
 
     def _end_rest(self, ranks: list[int], why: str) -> None:
         # A rank that raised but lives on has a deadline of its own: it hangs, whatever its peers do.
         for rank in ranks:
             self._ended[rank] = "deadline" if (self.folder / f"rank{rank}.failed").exists() else why
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError, TypeError):
-                os.kill(self.ranks[rank].pid or -1, signal.SIGUSR1)
-        self._await_stacks(ranks)
+        self._keep_evidence(ranks)
         for rank in ranks:
             self._note("rank-ended-by-supervisor", rank, why=self._ended[rank])
         end_processes([self.ranks[rank] for rank in ranks])
-        for rank in ranks:
-            path = self.folder / f"rank{rank}.stacks"
-            self.stacks[rank] = path.read_text(errors="replace") if path.exists() else ""
 
-    def _await_stacks(self, ranks: list[int]) -> None:
-        """Give the ranks up to a second to print their stacks; faulthandler writes them from the signal handler."""
-        limit = time.monotonic() + 1.0
-        paths = [self.folder / f"rank{rank}.stacks" for rank in ranks]
-        while time.monotonic() < limit and not all(p.exists() and p.stat().st_size for p in paths):
-            multiprocessing.connection.wait([self.ranks[r].sentinel for r in ranks], timeout=0.02)
+    def _keep_evidence(self, ranks: list[int]) -> None:
+        """An event ``hang`` for each rank of the job: what it waits in, or that it is gone."""
+        seen = hang.collect(self.folder, {rank: pid for rank in ranks if (pid := self.ranks[rank].pid) is not None})
+        gone = {rank: hang.ended_as(p.exitcode) for rank, p in enumerate(self.ranks) if rank not in ranks}
+        flights = {rank: hang.read_flight(self.folder / f"rank{rank}.flight.json") for rank in range(len(self.ranks))}
+        raised = {rank for rank in ranks if (self.folder / f"rank{rank}.failed").exists()}
+        states = {rank: evidence["process"] for rank, evidence in seen.items()}
+        for rank, says in hang.tell(flights, gone, raised, states).items():
+            evidence = seen.get(rank, {})
+            self.stacks[rank] = evidence.pop("stacks", "")
+            self._note("hang", rank, says=says, **evidence)
 
-    def _note(self, kind: str, rank: int, **data: Any) -> None:
-        event = Event(t_ms=time.monotonic() * 1000, who="supervisor", kind=kind, rank=rank, data=data)
+    def _note(self, kind: str, rank: int, t_ms: float | None = None, /, **data: Any) -> None:
+        t_ms = time.monotonic() * 1000 if t_ms is None else t_ms
+        event = Event(t_ms=t_ms, who="supervisor", kind=kind, rank=rank, data=data)
         self.events.append(msgspec.structs.replace(event, attempt=self.attempt))
         append_event(self.folder / "supervisor.events.jsonl", self.events[-1])
 
@@ -220,6 +244,12 @@ class Supervisor:
             error = next((e for e in mine if e.kind == "error"), None)
             if rank in self._ended:
                 status = self._ended[rank]
+            elif self.job.closed(rank):
+                status = "ended"
+            elif code is None:
+                raise KitError(
+                    f"rank {rank} is gone, and its launcher did not say how it ended: {self.job.last_words()}"
+                )
             elif code is not None and code < 0:
                 status = "killed"
             elif error is not None and code:
@@ -229,7 +259,7 @@ class Supervisor:
             else:
                 status = "vanished"
             text = "" if error is None else f"{error.data['type']}: {error.data['message']}"
-            tail = _tail(self.folder, rank)
+            tail = _tail(self.folder, rank) or self.job.last_words() or "it printed nothing"
             if code == os.EX_IOERR:
                 raise KitError(f"rank {rank} could not record the run: {tail}")
             if status == "vanished":
@@ -250,14 +280,4 @@ class Supervisor:
 def _tail(folder: Path, rank: int) -> str:
     path = folder / f"rank{rank}.log"
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1] if lines else "it printed nothing"
-
-
-def end_processes(processes: Sequence[RankProcess | BaseProcess]) -> None:
-    """SIGKILL and reap; a process that was never started is skipped."""
-    for process in processes:
-        if process.pid is not None and process.is_alive():
-            process.kill()
-    for process in processes:
-        if process.pid is not None:
-            process.join(10)
+    return lines[-1] if lines else ""
