@@ -188,15 +188,15 @@ def touched(ledger: LedgerTable, rank: int | None = None) -> tuple[np.ndarray, n
     return first, last
 
 
-def struck(history: History, attempt: int) -> list[tuple[Fault, int]]:
-    """The planned faults that struck in one attempt, or before it and for good, and how often."""
+def struck(history: History, attempt: int, *, lasting: bool = True) -> list[tuple[Fault, int]]:
+    """The planned faults that struck in one attempt or (``lasting``) before it and for good, and how often."""
     counts = list(history.fired)
     if history.restarted:
         counts = [0] * len(history.scenario.faults)
         begin_ms, end_ms = history.starts[attempt].begin_ms, history.starts[attempt].end_ms
         for event in (e for e in history.events if e.kind == "fault" and e.t_ms <= end_ms):
             index = event.data["index"]
-            lasts = isinstance(history.scenario.faults[index], StoreViewDeleted | StoreSchemaChanged)
+            lasts = lasting and isinstance(history.scenario.faults[index], StoreViewDeleted | StoreSchemaChanged)
             counts[index] += lasts or begin_ms <= event.t_ms
     return [(fault, n) for fault, n in zip(history.scenario.faults, counts, strict=False) if n]
 

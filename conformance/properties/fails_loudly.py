@@ -69,12 +69,13 @@ def _judge_attempt(history: History, attempt: int, finding: Finding) -> None:
         kinds = sorted({fault.kind for fault, _ in struck})
         cause = f"only faults it must survive had struck ({', '.join(kinds)})" if kinds else "no fault had struck"
         finding.report(raised, lambda o: violation(o, f"failed although {cause}"))
-    if not failed and any(fault.must_fail for fault, _ in struck):
+    if not failed and any(fault.must_fail for fault, _ in evidence.struck(history, attempt, lasting=False)):
         finding.report(outcomes, lambda o: violation(o, "succeeded with what had to be refused"))
     mute = [o for o in raised if not o.error.strip()]
     finding.report(mute, lambda o: violation(o, "failed without a word"))
-    # What the training loop itself raises is not the target's text.
-    vague = [o for o in raised if o is failed[0] and o.where != "train" and o not in mute and not _names_a_place(o)]
+    # What the training loop itself raises is not the target's text; what a factory refuses is wrong on all ranks alike.
+    told = [o for o in raised if o.where not in ("train", "factory") and o not in mute]
+    vague = [o for o in told if o is failed[0] and not _names_a_place(o)]
     finding.report(vague, lambda o: violation(o, "failed with a text that names neither the rank nor a step"))
     vanished = [o for o in failed if o.status == "vanished"]
     finding.report(vanished, lambda o: violation(o, f"vanished (exit code {o.exitcode}): no error, and not finished"))
