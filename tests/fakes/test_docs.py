@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
 
 from deltaproof.fakes.errors import ERRORS
+from deltaproof.fakes.server import FeatureStoreServer
+from deltaproof.fakes.server.faults import ROUTES, AnyFault, Fault
 from deltaproof.fakes.server.routes import GROUPS
 from deltaproof.fakes.server.signature import NONCES_MAX, WINDOW_S
+from deltaproof.fakes.server.state import REQUESTS_MAX
+from deltaproof.fakes.store import ViewSpec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "feature-store.md").read_text()
 
@@ -37,3 +48,32 @@ def test_the_error_table_is_the_code_s() -> None:
 def test_the_limits_are_the_code_s() -> None:
     assert f"more than {WINDOW_S / 60:g} minutes off" in PAGE
     assert f"the last {NONCES_MAX:,} are remembered" in PAGE
+    assert f"the last {REQUESTS_MAX:,} requests" in PAGE
+
+
+def test_every_kind_of_fault_is_described_with_its_fields() -> None:
+    shared = [field.name for field in msgspec.structs.fields(Fault)]
+    listed = {
+        kind: re.findall(r"`(\w+)`", fields) for kind, fields in re.findall(r"^\| `([a-z-]+)` \|([^|]*)\|", PAGE, re.M)
+    }
+    assert listed == {
+        kind.__struct_config__.tag: [field.name for field in msgspec.structs.fields(kind) if field.name not in shared]
+        for kind in get_args(AnyFault)
+    }
+    assert all(f"`{name}`" in PAGE for name in (*shared, *ROUTES))
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_the_request_by_hand_is_one() -> None:
+    with FeatureStoreServer() as server:
+        server.store.create_view(ViewSpec("deltaproof", "embeddings", "entity"))
+        shown = re.search(r"(\$ T=http://127.*?)\n(\{.*?\})\n", PAGE, re.S)
+        fault = re.search(r"\$ (curl -X PUT .*)", PAGE)
+        assert shown is not None
+        assert fault is not None
+        commands = f"{shown[1]}\n{fault[1]}".replace("$ ", "").replace(":8080", f":{server.port}")
+        done = subprocess.run(["bash", "-ec", commands], capture_output=True, text=True, timeout=30, check=True)
+        replies = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]
+        assert [reply.keys() for reply in replies] == [json.loads(shown[2]).keys(), {"RequestId", "Count"}]
+        assert server.store.lookup("deltaproof", "embeddings", "v1", ["item"], [7]).num_rows == 1
+        assert [entry.fault.id for entry in server.faults()] == ["busy"]
