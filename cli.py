@@ -1,5 +1,5 @@
-"""The command line: ``demo``, ``run``, ``replay``, ``explore``, ``serve``, ``readback``, ``resend``, ``list``, and
-``show`` and ``check`` of cli_histories.py.
+"""The command line: ``demo``, ``run``, ``replay``, ``explore``, ``serve``, ``readback``, ``resend``, ``list``,
+``show`` and ``check`` of cli_histories.py, and ``conform`` and ``init-target`` of cli_conform.py.
 
 Exit codes: 0 everything held, 1 a property broke, 2 bad input or environment, 3 a planned fault never fired or nothing
 could be checked, 4 the kit itself failed, 130 interrupted.
@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from . import cli_histories
+from . import cli_conform, cli_histories
 from .cli_histories import HistoryOption
 from .conformance.check import check, load, save_failure
 from .conformance.verdict import Report, Verdict, worst
@@ -41,6 +41,7 @@ from .simulator.scenario import Scenario
 if TYPE_CHECKING:
     from .reference.readback import StoreReader
     from .reference.shards import Files, Found
+    from .simulator.history import History
 
 app = typer.Typer(
     add_completion=False,
@@ -83,6 +84,15 @@ GenerationOption = Annotated[
 ]
 JsonFileOption = Annotated[str | None, typer.Option("--json", help="Write the report to this file; - is stdout.")]
 EngineOption = Annotated[str, typer.Option("--engine", help="Engine to run on: processes.")]
+LauncherOption = Annotated[str, typer.Option("--launcher", help="What starts the ranks: own or torchrun.")]
+NodesOption = Annotated[int, typer.Option("--nnodes", help="Nodes under torchrun, all of them on this machine.")]
+SupervisionOption = Annotated[
+    str,
+    typer.Option(
+        "--supervision",
+        help="Once a rank has failed: torchrun ends its peers after a grace, strict waits for each to end by itself.",
+    ),
+]
 
 COLOURS = {
     Verdict.HELD: "green",
@@ -105,6 +115,7 @@ FAILURES = Path("deltaproof-failures")
 
 app.command()(cli_histories.show)
 app.command()(cli_histories.check)
+app.command()(cli_conform.conform)
 
 
 @app.callback(invoke_without_command=True)
@@ -188,6 +199,9 @@ def run(
     data: DataOption = None,
     keep: Annotated[Path | None, typer.Option(help="Keep each run's logs, events and ledger in this folder.")] = None,
     history: HistoryOption = None,
+    launcher: LauncherOption = "own",
+    nodes: NodesOption = 1,
+    supervision: SupervisionOption = "torchrun",
     failures: FailuresOption = FAILURES,
     as_json: JsonFlag = False,
 ) -> None:
@@ -197,7 +211,7 @@ def run(
     for path in files:
         saved = load(path)
         work.append((_with_data(saved.scenario, data), target or saved.target))
-    with _engine(engine, keep=keep) as running:
+    with _engine(engine, keep=keep, launcher=launcher, nodes=nodes, supervision=supervision) as running:
         reports = _run_all(running, work, quiet=as_json, histories=history)
     _finish("run", reports, failures, as_json)
 
@@ -208,6 +222,9 @@ def replay(
     target: TargetOption = None,
     engine: EngineOption = "processes",
     history: HistoryOption = None,
+    launcher: LauncherOption = "own",
+    nodes: NodesOption = 1,
+    supervision: SupervisionOption = "torchrun",
     as_json: JsonFlag = False,
 ) -> None:
     """Repeat a saved failure. Exit code 1: it reproduced; 3: it did not (``run`` judges afresh)."""
@@ -215,7 +232,7 @@ def replay(
     saved = load(file)
     if not saved.broken:
         raise ScenarioError(f"{file} is a scenario, not a failure file: deltaproof run judges it")
-    with _engine(engine) as running:
+    with _engine(engine, launcher=launcher, nodes=nodes, supervision=supervision) as running:
         [report] = _run_all(running, [(saved.scenario, target or saved.target)], quiet=as_json, histories=history)
     broken = {f.property for f in report.findings if f.violations}
     wanted = set(saved.broken)
@@ -518,11 +535,11 @@ def _known_engine(name: str) -> None:
 
 
 @contextmanager
-def _engine(name: str, keep: Path | None = None) -> Iterator[Any]:
+def _engine(name: str, **options: Any) -> Iterator[Any]:
     _known_engine(name)
     from .simulator.processes.engine import ProcessEngine
 
-    with ProcessEngine(keep=keep) as engine:
+    with ProcessEngine(**options) as engine:
         yield engine
 
 
@@ -737,12 +754,19 @@ def _print_failure(report: Report, path: Path | None, command: str = "") -> None
             if finding.total > SHOWN:
                 out.print(Text(f"  ... and {finding.total - SHOWN} more violations of {finding.property}"))
     if path is not None:
-        command = f"{_program()} replay {shlex.quote(str(path))}"
+        command = f"{_program()} replay {shlex.quote(str(path))}{_launched(history)}"
     elif not command:
         command = (
-            f"{_program()} run FILE --target {shlex.quote(history.target)}, FILE holding this:\n{scenario.to_json()}"
+            f"{_program()} run FILE --target {shlex.quote(history.target)}{_launched(history)}, "
+            f"FILE holding this:\n{scenario.to_json()}"
         )
     out.print(Text(f"seed {scenario.seed}; repeat with:\n  {command}"), soft_wrap=True)
+
+
+def _launched(history: History) -> str:
+    """The options that were not the default ones, to be put behind a command."""
+    text = "" if history.launcher == "own" else f" --launcher {history.launcher} --nnodes {history.nodes}"
+    return text if history.supervision == "torchrun" else f"{text} --supervision {history.supervision}"
 
 
 def _report_json(report: Report) -> dict[str, Any]:
@@ -753,6 +777,9 @@ def _report_json(report: Report) -> dict[str, Any]:
         "scenario": json.loads(history.scenario.to_json()),
         "target": history.target,
         "engine": history.engine,
+        "launcher": history.launcher,
+        "nodes": history.nodes,
+        "supervision": history.supervision,
         "verdict": report.verdict.value,
         "reason": report.reason,
         "expected": history.scenario.expect,

@@ -39,7 +39,9 @@ PROFILES: dict[str, Profile] = {
 def plan(profile: str, engine: str, seed: int, target: str = "reference") -> list[Scenario]:
     """The scenarios of a profile, each with a name of its own, the calmest first.
 
-    Their upload_format is one that ``target`` claims. Raises ScenarioError for an unknown profile, engine or target.
+    They are fitted to what ``target`` claims, as far as that leaves them what they are.
+
+    Raises ScenarioError for an unknown profile, engine or target.
     """
     if profile not in PROFILES:
         raise ScenarioError(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
@@ -79,9 +81,13 @@ def generated(count: int, seed: int) -> list[Scenario]:
 
 
 def _fitted(scenario: Scenario, has: frozenset[str]) -> Scenario:
-    """The scenario, with rows asked for in the format that the target has, where it has but one."""
-    formats = has & {"arrow", "json"}
-    if len(formats) != 1:
-        return scenario
-    publisher = msgspec.structs.replace(scenario.publisher, upload_format=next(iter(formats)))
+    """The scenario without what a target that does not claim it need not be asked for the sake of the rest: the other
+    upload_format, and copies where no fault strikes the disk."""
+    publisher, formats = scenario.publisher, has & {"arrow", "json"}
+    if len(formats) == 1:
+        publisher = msgspec.structs.replace(publisher, upload_format=next(iter(formats)))
+    if not any(fault.family == "disk" for fault in scenario.faults):
+        retain, spill = publisher.retain and "retain" in has, publisher.spill and "spill" in has
+        readback = publisher.readback and retain and "readback" in has
+        publisher = msgspec.structs.replace(publisher, retain=retain, spill=spill, readback=readback)
     return msgspec.structs.replace(scenario, publisher=publisher)

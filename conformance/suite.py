@@ -14,13 +14,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+
 from ..simulator.errors import KitError, ScenarioError
 from ..simulator.scenario import Scenario
 from .check import Engine, check, save_failure
+from .diagnosis import DIAGNOSES, diagnose
 from .explain import as_dict, explain
 from .properties import PROPERTIES
 from .report.document import (
     Cell,
+    Diagnosis,
     Document,
     Failure,
     FaultReport,
@@ -109,6 +113,7 @@ def describe(report: Report) -> RunReport:
         RankReport(rank=o.rank, status=o.status, exitcode=o.exitcode, error=o.error) for o in history.outcomes
     ]
     told.findings = [_finding(report, finding) for finding in report.findings]
+    told.diagnoses = [Diagnosis(name=name, meaning=DIAGNOSES[name], seen=seen) for name, seen in diagnose(history)]
     told.wall_s = round(history.wall_s, 3)
     return told
 
@@ -244,6 +249,16 @@ class Suite:
         order: tuple[VerdictName, ...] = ("kit error", "broken", "held", "not exercised", "not tested")
         return next((verdict for verdict in order if verdict in verdicts), "not exercised")
 
+    @property
+    def diagnoses(self) -> list[Diagnosis]:
+        """What is wrong with the target itself, in the order of the runs that showed it first."""
+        found: dict[str, Diagnosis] = {}
+        for each in (d for run in self.runs.values() for d in run.diagnoses):
+            known = found.get(each.name)
+            runs = 1 if known is None else known.runs + 1
+            found[each.name] = msgspec.structs.replace(known or each, runs=runs)
+        return list(found.values())
+
     def cell(self, property: str, family: str) -> Cell:
         """One property under the faults of one family."""
         planned = [s.name for s in self.scenarios if family in families(s)]
@@ -285,6 +300,7 @@ class Suite:
             repeat=self.repeat,
             properties=[_property(name) for name in PROPERTIES],
             families=shown,
+            diagnoses=self.diagnoses,
             cells=[self.cell(property, family) for property in PROPERTIES for family in shown],
             failures=sorted(self.failures, key=lambda f: list(PROPERTIES).index(f.property)),
             runs=[self.runs[s.name] for s in self.scenarios if s.name in self.runs],

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 from .faults import InjectedFault, LeakyError, RankKill, RankRaise
 from .scenario import Scenario
 
+#: What a write takes behind its rows, in the SDK's order.
+WRITE_ARGUMENTS = ("version", "write_mode", "ts")
+
 
 class Recorder(Protocol):
     """Where a rank's events go; thread-safe."""
@@ -94,13 +97,13 @@ class ObservedView(_Observed):
         self._written = 0
 
     def write_features(self, *args: Any, **kwargs: Any) -> Any:
-        data = kwargs.get("data", args[0] if args else ())
-        self._record("json", len(data), kwargs)
+        told = {**dict(zip(("data", *WRITE_ARGUMENTS), args, strict=False)), **kwargs}
+        self._record("json", len(told.get("data", ())), told)
         return self._inner.write_features(*args, **kwargs)
 
     def write_features_arrow(self, *args: Any, **kwargs: Any) -> Any:
-        batch = kwargs.get("batch", args[0] if args else None)
-        self._record("arrow", getattr(batch, "num_rows", None), kwargs)
+        told = {**dict(zip(("batch", *WRITE_ARGUMENTS), args, strict=False)), **kwargs}
+        self._record("arrow", getattr(told.get("batch"), "num_rows", None), told)
         return self._inner.write_features_arrow(*args, **kwargs)
 
     def write_flush(self) -> Any:
@@ -112,10 +115,10 @@ class ObservedView(_Observed):
         self._points.passing("sdk.flushed")
         return summary
 
-    def _record(self, how: str, rows: int | None, kwargs: dict[str, Any]) -> None:
+    def _record(self, how: str, rows: int | None, told: dict[str, Any]) -> None:
         self._written = number = next(self._writes)
-        told = {name: kwargs.get(name) for name in ("version", "ts")}
-        self._events.write("sdk-write", view=self._view, number=number, how=how, rows=rows, **told)
+        where = {name: told.get(name) for name in ("version", "ts")}
+        self._events.write("sdk-write", view=self._view, number=number, how=how, rows=rows, **where)
         self._points.passing("sdk.write")
 
 

@@ -71,6 +71,16 @@ class ViolationReport(_Data):
     story: list[Moment] = []
 
 
+class Diagnosis(_Data):
+    """Something wrong with the target itself (`diagnosis.DIAGNOSES`): what it means, what was seen first, in how many
+    runs."""
+
+    name: str
+    meaning: str
+    seen: str
+    runs: int = 1
+
+
 class FindingReport(_Data):
     """What one property said of one run: `verdict.Finding`."""
 
@@ -104,6 +114,7 @@ class RunReport(_Data):
     faults: list[FaultReport] = []
     ranks: list[RankReport] = []
     findings: list[FindingReport] = []
+    diagnoses: list[Diagnosis] = []
     wall_s: float = 0.0
 
     def finding(self, property: str) -> FindingReport | None:
@@ -183,6 +194,7 @@ class Document(_Data):
     repeat: str = ""
     properties: list[PropertyReport] = []
     families: list[str] = []
+    diagnoses: list[Diagnosis] = []
     cells: list[Cell] = []
     failures: list[Failure] = []
     runs: list[RunReport] = []

@@ -38,6 +38,9 @@ def print_summary(document: Document, out: Console) -> None:
     for failure in document.failures:
         if failure.replay:
             out.print(Text(_brief(failure), "red"), soft_wrap=True)
+    for diagnosis in document.diagnoses:
+        seen = f"{diagnosis.name} (in {diagnosis.runs} runs): {diagnosis.seen}; {diagnosis.meaning}"
+        out.print(Text(f"the target {seen}", "bold yellow"), soft_wrap=True)
     for verdict in ("kit error", "not exercised", "not tested"):
         reasons: dict[str, list[str]] = {}
         for run in document.runs:

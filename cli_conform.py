@@ -1,0 +1,124 @@
+"""The commands of who has a target: ``conform`` asks it everything, ``init-target`` writes a first one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from .simulator.errors import ScenarioError, SimulatorError
+
+if TYPE_CHECKING:
+    from .conformance.check import Engine
+    from .conformance.suite import Suite
+    from .conformance.verdict import Report
+    from .simulator.scenario import Scenario
+
+Kind = Literal["uploader", "publisher", "subprocess"]
+#: Diagnoses after which nothing else can be learnt of a target.
+HOPELESS = {"factory-raises", "hangs-in-start"}
+
+TargetArgument = Annotated[
+    str, typer.Argument(help="package.module:factory, or exec:COMMAND (docs/protocol.md).", show_default=False)
+]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", help="virtual or processes.", show_default="as the target needs")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", help="Folder for report.html, report.json, junit.xml and failure files.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print report.json on stdout instead of tables.")]
+
+
+def conform(
+    target: TargetArgument,
+    engine: EngineOption = None,
+    profile: Annotated[str, typer.Option(help="How much: smoke, ci or nightly.")] = "smoke",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of what the profile generates.")] = 0,
+    report: ReportOption = None,
+    shrink_s: Annotated[float, typer.Option(min=0, help="Seconds spent on making one failure smaller.")] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a target everything that a profile has, and report what broke (docs/conformance.md)."""
+    from . import cli
+    from .conformance.check import check
+    from .conformance.profiles import plan
+    from .conformance.report.document import to_json
+    from .conformance.report.files import write
+    from .conformance.report.terminal import print_report
+    from .conformance.suite import Suite
+    from .conformance.target import default_engine, missing
+
+    engine = engine or default_engine(target)
+    why_not = missing(target, engine)
+    scenarios = plan(profile, engine, seed, target)
+    program = cli._program()
+    repeat = f"{program} conform {shlex.quote(target)} --engine {engine} --profile {profile} --seed {seed}"
+    suite = Suite(target, engine, profile, seed, scenarios, program=program, repeat=repeat)
+    if report is not None:
+        _make_folder(report)
+    if not as_json:
+        what = f"engine {engine}, profile {profile}, seed {seed}: {len(scenarios)} scenarios"
+        cli.out.print(f"deltaproof conform: {target}, {what}", markup=False)
+    with _engine(engine) as running:
+
+        def judged(scenario: Scenario) -> Report | None:
+            try:
+                return None if why_not(scenario) else check(running, scenario, target)
+            except SimulatorError:
+                return None  # smaller than this it cannot be
+
+        _run(suite, running, {s.name: why for s in scenarios if (why := why_not(s))}, quiet=as_json)
+        suite.explain(judged, cli.FAILURES if report is None else report / "failures", shrink_s)
+    document = suite.document()
+    if as_json:
+        print(to_json(document), end="", flush=True)
+    else:
+        print_report(document, cli.out)
+    if report is not None:
+        paths = write(document, report)
+        if not as_json:
+            cli.out.print(f"report: {paths['html']}", markup=False, soft_wrap=True)
+    raise typer.Exit({"held": 0, "broken": 1, "kit error": 4}.get(document.verdict, 3))
+
+
+@contextmanager
+def _engine(name: str) -> Iterator[Engine]:
+    if name == "virtual":
+        from .simulator.virtual.engine import VirtualEngine
+
+        yield VirtualEngine()
+    else:
+        from .simulator.processes.engine import ProcessEngine
+
+        with ProcessEngine() as engine:
+            yield engine
+
+
+def _run(suite: Suite, engine: Engine, not_tested: dict[str, str], quiet: bool) -> None:
+    """Run what can be asked. Once a target proves to be hopeless, the rest is not tested, and says why."""
+    from . import cli
+    from .conformance.suite import run_one
+
+    hopeless = ""
+    with cli._progress(quiet) as progress:
+        bar = progress.add_task("starting", total=len(suite.scenarios))
+        for scenario in suite.scenarios:
+            progress.update(bar, description=scenario.name)
+            run = run_one(engine, scenario, suite.target, not_tested.get(scenario.name) or hopeless, suite.engine)
+            suite.add(run)
+            signs = HOPELESS & {each.name for each in suite.diagnoses}
+            if signs and not hopeless:
+                hopeless = f"not asked: the target {min(signs)}"
+            progress.advance(bar)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ScenarioError(f"--report {folder}: {error.strerror or error}") from None
