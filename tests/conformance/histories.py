@@ -73,9 +73,33 @@ def scenarios(draw: st.DrawFn, world_size_min: int = 1) -> Scenario:
 
 
 @st.composite
+def variants(draw: st.DrawFn) -> Scenario:
+    """What ``scenarios`` leaves out: a cadence of minutes, a small queue, data that ends on one rank before the
+    others."""
+    scenario = draw(scenarios())
+    publisher, workload, planned = scenario.publisher, scenario.workload, scenario.faults
+    if draw(st.booleans()):
+        publisher = msgspec.structs.replace(publisher, every_minutes=0.5)
+        workload = msgspec.structs.replace(workload, step_seconds=draw(st.sampled_from([5.0, 20.0, 70.0])))
+    if draw(st.booleans()):
+        publisher = msgspec.structs.replace(publisher, queue_bytes_max=draw(st.integers(1, 8)))
+    if draw(st.booleans()) and not any(t.collection == "ec" and t.sharding == "data_parallel" for t in scenario.tables):
+        rank = draw(st.integers(0, scenario.world_size - 1))
+        batches = draw(st.integers(0, workload.steps - 1))
+        planned = (*planned, faults.Exhaustion(rank=rank, batches=batches, policy="empty-batches"))
+    return msgspec.structs.replace(scenario, publisher=publisher, workload=workload, faults=planned).checked()
+
+
+@st.composite
 def succeeded(draw: st.DrawFn, world_size_min: int = 1) -> History:
     """Histories of jobs in which every rank ended well."""
     return Model(draw(scenarios(world_size_min))).run()
+
+
+@st.composite
+def varied(draw: st.DrawFn) -> History:
+    """Histories of ``variants`` in which every rank ended well."""
+    return Model(draw(variants())).run()
 
 
 @st.composite
@@ -96,8 +120,12 @@ def failed(draw: st.DrawFn) -> History:
 
 @st.composite
 def restarted(draw: st.DrawFn) -> History:
-    """Histories of jobs that a planned fault brought down in training, and that succeeded after a restart."""
+    """Histories of jobs that a planned fault brought down in training, and that succeeded after a restart, on as many
+    ranks or on others."""
     scenario = draw(scenarios())
+    rows = min(table.rows for table in scenario.tables)
+    sizes = [None, *(n for n in (1, 2, 3) if -(-rows // n) * (n - 1) < rows)]
+    restart = Restart(world_size=draw(st.sampled_from(sizes)))
     strike = faults.RankKill(
         rank=draw(st.integers(0, scenario.world_size - 1)),
         point="train.after-step",
@@ -105,13 +133,13 @@ def restarted(draw: st.DrawFn) -> History:
     )
     workload = msgspec.structs.replace(scenario.workload, checkpoint_every_steps=draw(st.integers(0, 3)))
     scenario = msgspec.structs.replace(
-        scenario, workload=workload, faults=(*scenario.faults, strike), restarts=(Restart(),)
+        scenario, workload=workload, faults=(*scenario.faults, strike), restarts=(restart,)
     )
     return Model(scenario).run(strike)
 
 
 def legal() -> st.SearchStrategy[History]:
-    return succeeded() | failed() | restarted()
+    return succeeded() | varied() | failed() | restarted()
 
 
 class Model:
@@ -119,6 +147,7 @@ class Model:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
+        self.world_size = scenario.world_size  # of the attempt under way
         self.rng = np.random.default_rng(scenario.seed)
         self.now_ms = 1000.0
         self.events: list[Event] = []
@@ -146,12 +175,6 @@ class Model:
         self.late: list[list[Batch]] = [[] for _ in ranks]  # batches that the network will deliver once more
 
     def _ledger(self, table: Table) -> LedgerTable:
-        world_size = self.scenario.world_size
-        host = np.full(table.rows, -1, np.int32)
-        if table.sharding == "table_wise":
-            host[:] = table.rank
-        elif table.sharding == "row_wise":
-            host[:] = np.minimum(np.arange(table.rows) // -(-table.rows // world_size), world_size - 1)
         empty = np.empty(0, np.int64)
         return LedgerTable(
             table=table,
@@ -163,8 +186,33 @@ class Model:
             lookup_steps=empty,
             lookup_ranks=empty.astype(np.int32),
             lookup_keys=empty,
-            host=host,
+            host=self._host(table),
         )
+
+    def _host(self, table: Table) -> np.ndarray:
+        """The rank that has each row, int32 (rows,): -1 where every one has it."""
+        host = np.full(table.rows, -1, np.int32)
+        if table.sharding == "table_wise":
+            host[:] = table.rank % self.world_size
+        elif table.sharding == "row_wise":
+            host[:] = np.minimum(np.arange(table.rows) // -(-table.rows // self.world_size), self.world_size - 1)
+        return host
+
+    def _own_step(self, rank: int, step: int) -> int:
+        """How many batches of its own a rank has had: fewer than steps where its data ended."""
+        ends = [f.batches for f in self.scenario.faults if isinstance(f, faults.Exhaustion) and f.rank == rank]
+        return min([step, *ends])
+
+    def _clock_s(self, step: int) -> float:
+        return step * (self.scenario.workload.step_seconds or 1.0)
+
+    def _is_due(self, rank: int, step: int) -> bool:
+        """Whether the cadence asks for a dump: every so many own steps, or at the deadlines of the rank's clock."""
+        publisher = self.scenario.publisher
+        if publisher.every_minutes is None:
+            return self._own_step(rank, step) % publisher.every_steps == 0
+        period = 60 * publisher.every_minutes
+        return self._clock_s(step) // period > self._clock_s(step - 1) // period  # what was missed is skipped
 
     def run(self, strike: Strike | None = None) -> History:
         while not self._attempt_job(strike) and len(self.attempts) <= len(self.scenario.restarts):
@@ -181,8 +229,10 @@ class Model:
             if strike is not None and strike.point == "train.after-step" and strike.nth == step:
                 self._bring_down(strike, step)
                 return self._ended(False)
-            for rank in range(self.scenario.world_size):
-                if step % self.scenario.publisher.every_steps == 0:
+            for rank in range(self.world_size):
+                if self._own_step(rank, step) < step:
+                    continue  # only its rows are asked for: no batch, and no call of the target
+                if self._is_due(rank, step):
                     self._dump(rank)
                 resident_bytes = 1000 + int(self.rng.integers(0, 10))
                 self._event("after-step", rank, step, resident_bytes=resident_bytes, collectives={})
@@ -190,7 +240,7 @@ class Model:
                     self._send(rank)
             if every and step % every == 0:
                 self.checkpoint = (self.attempt, step, [rows.copy() for rows in self.values])
-        finishing = list(range(self.scenario.world_size))
+        finishing = list(range(self.world_size))
         if strike is not None:  # training is over: peers need not notice
             finishing.remove(strike.rank)
             self.queues[strike.rank].clear()
@@ -205,12 +255,10 @@ class Model:
         return self._ended(strike is None)
 
     def _ended(self, well: bool) -> bool:
-        outcomes = [self.outcomes[rank] for rank in range(self.scenario.world_size)]
+        outcomes = [self.outcomes[rank] for rank in range(self.world_size)]
         made_in = None if self.checkpoint is None or not self.attempt else self.checkpoint_of
         self.attempts.append(
-            Attempt(
-                self.scenario.world_size, outcomes, self.shift, made_in, self.restored, self.begin_ms, self.now_ms + 1
-            )
+            Attempt(self.world_size, outcomes, self.shift, made_in, self.restored, self.begin_ms, self.now_ms + 1)
         )
         return well
 
@@ -221,10 +269,13 @@ class Model:
         self.checkpoint_of, self.restored, rows = self.checkpoint or (None, 0, [led.initial for led in self.ledgers])
         self.attempt, self.shift = self.attempt + 1, moment - self.restored
         self.begin_ms = self.now_ms = self.now_ms + 10
-        ranks = range(self.scenario.world_size)
+        self.world_size = self.scenario.of_attempt(self.attempt).world_size
+        ranks = range(self.world_size)
         self.queues, self.late, self.written = [[] for _ in ranks], [[] for _ in ranks], [0 for _ in ranks]
         self.ts = [max(self.ts) + int(self.rng.integers(1, 50)) for _ in ranks]
         self.tracked = [[set() for _ in self.ledgers] for _ in ranks]
+        self.published = [[set() for _ in self.ledgers] for _ in ranks]
+        self.ledgers = [dataclasses.replace(led, host=self._host(led.table)) for led in self.ledgers]
         for index, ledger in enumerate(self.ledgers):
             for key in range(len(ledger.initial)):
                 if rows[index][key].tobytes() != self.values[index][key].tobytes():
@@ -232,14 +283,16 @@ class Model:
             self.values[index] = rows[index].copy()
             for key in {key for _, _, key in self.lookups[index]}:
                 host = int(ledger.host[key])
-                self.tracked[host if host >= 0 else key % self.scenario.world_size][index].add(key)
+                self.tracked[host if host >= 0 else key % self.world_size][index].add(key)
         self._event("restored", step=self.restored)
 
     def _train(self, step: int) -> None:
         for index, table in enumerate(self.scenario.tables):
             touched = set()
-            for rank in range(self.scenario.world_size):
+            for rank in range(self.world_size):
                 count = int(self.rng.integers(0, self.scenario.workload.batch_size + 1))
+                if self._own_step(rank, step) < step:
+                    count = 0
                 for key in self.rng.integers(0, table.rows, count).tolist():
                     self.lookups[index].append((self.shift + step, rank, key))
                     touched.add(key)
@@ -258,8 +311,8 @@ class Model:
                 if new.tobytes() != self.values[index][key].tobytes():
                     self.values[index][key] = new
                     self.changes[index].append((self.shift + step, key, new.copy()))
-        for rank in self.rng.permutation(self.scenario.world_size).tolist():
-            self._event("step", rank, step, own_step=step, clock_s=float(step))
+        for rank in self.rng.permutation(self.world_size).tolist():
+            self._event("step", rank, step, own_step=self._own_step(rank, step), clock_s=self._clock_s(step))
 
     def _dump(self, rank: int, final: bool = False) -> None:
         """What was touched since the last dump, at its present value; at the end also all replicated keys once more."""
@@ -356,7 +409,7 @@ class Model:
     def _bring_down(self, strike: Strike, step: int) -> None:
         """The struck rank fails; each peer falls over the broken collective, or waits until the supervisor ends it."""
         self._fall(strike, step)
-        for rank in range(self.scenario.world_size):
+        for rank in range(self.world_size):
             if rank == strike.rank:
                 continue
             while self.queues[rank] and self.rng.random() < 0.7:  # what was queued may still arrive
@@ -370,7 +423,7 @@ class Model:
             self.outcomes[rank] = outcome
 
     def _event(self, kind: str, rank: int | None = None, step: int | None = None, who: str = "", **data: Any) -> None:
-        for one in range(self.scenario.world_size) if rank is None else (rank,):
+        for one in range(self.world_size) if rank is None else (rank,):
             self.now_ms += 1
             self.events.append(
                 Event(
