@@ -211,7 +211,6 @@ def wide_faults(draw: st.DrawFn, scenario: Scenario) -> AnyFault:
         (QuietTable, {"table": table, "step": step, "steps": nth}),
         (StoreError, {**requests, "route": st.sampled_from(["lookup", "changes", "control", "create_view"])}),
         (CloseRaces, {"rank": whom["rank"], "delay_ms": st.sampled_from([0, 20])}),
-        (BadRow, {**whom, "table": table, "step": step, "value": st.sampled_from(["nan", "inf", "-inf"])}),
         (StoreViewDeleted, later),
         (StoreSchemaChanged, later),
         (RefusedVersion, {"store_version": st.sampled_from(["default", ""])}),
@@ -228,6 +227,10 @@ def wide_faults(draw: st.DrawFn, scenario: Scenario) -> AnyFault:
         ]
     if scenario.publisher.readback:
         kinds.append((ShardCorrupted, {"nth": st.sampled_from([1, -1])}))
+    placed = sorted({t.name for t in scenario.tables if t.sharding in ("row_wise", "table_wise")})
+    if placed:
+        value = st.sampled_from(["nan", "inf", "-inf"])
+        kinds.append((BadRow, {**whom, "table": st.sampled_from(placed), "step": step, "value": value}))
     dynamic = [t.name for t in scenario.tables if t.sharding == "dynamic"]
     if dynamic:
         kinds.append((ReservedKey, {**whom, "table": st.sampled_from(dynamic), "step": step}))

@@ -193,7 +193,8 @@ class Trainer:
     def spoil(self, table: str, value: float) -> int | None:
         """Put ``value`` into a row of the table that changed since the last record; its key, None if there is none."""
         for (index, offset, weight), before in zip(self._shards, self._before, strict=True):
-            if self.scenario.tables[index].name == table and len(rows := _differing(weight, before)):
+            mine = self.scenario.tables[index].name == table and not self._replicated(index)
+            if mine and len(rows := _differing(weight, before)):
                 with torch.no_grad():
                     weight[int(rows[0]), 0] = value
                 return int(rows[0]) + offset

@@ -25,8 +25,12 @@ class VirtualTransport(StoreTransport):
     def __init__(
         self, scheduler: Scheduler, store: Store, username: str, plan: FaultPlan, chance: random.Random, told: Told
     ) -> None:
-        super().__init__(store, username, plan)
         self._scheduler, self._chance, self._told = scheduler, chance, told
+        super().__init__(store, username, plan)
+
+    def refresh(self) -> None:
+        """Learn the current token, from the control plane: a request as any other."""
+        self._call("list_datasources", "control", lambda strike, store: super(VirtualTransport, self).refresh())
 
     def _call(
         self, route: str, group: str, effect: Callable[[Strike, Store], Any], view: ViewSpec | None = None

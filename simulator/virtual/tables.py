@@ -230,7 +230,8 @@ class VirtualTrainer:
 
     def spoil(self, table: str, value: float) -> int | None:
         for index, keys in self._touched.items():
-            if self._tables[index].name == table and len(keys):
+            mine = self._tables[index].name == table and self._tables[index].sharding != "data_parallel"
+            if mine and len(keys):
                 key = int(keys[0])
                 self._shards[index].weight[key - self._shards[index].first_row, 0] = value
                 return key

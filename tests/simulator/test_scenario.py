@@ -71,6 +71,22 @@ def test_every_kind_of_fault_is_generated() -> None:
     assert seen == set(REGISTRY)
 
 
+CORPUS = [Scenario.load(path) for path in sorted((Path(__file__).parents[1] / "scenarios").glob("*.json"))]
+
+
+@pytest.mark.parametrize("family", sorted({kind.family for kind in REGISTRY.values()}))
+def test_every_family_of_faults_has_three_scenario_files(family: str) -> None:
+    named = [
+        s.name for s in CORPUS if any(f.family == family for f in s.faults) or (family == "restart" and s.restarts)
+    ]
+    assert len(named) >= 3, named
+
+
+@pytest.mark.parametrize("kind", REGISTRY)
+def test_every_kind_of_fault_has_a_scenario_file(kind: str) -> None:
+    assert any(f.kind == kind for s in CORPUS for f in s.faults)
+
+
 BAD = {
     "world size 0": ({"world_size": 0}, "world_size is 0"),
     "negative world size": ({"world_size": -3}, "world_size is -3"),
@@ -83,6 +99,13 @@ BAD = {
     "role names that collide": (
         {"tables": [{"name": "a"}, {"name": "a", "owner": "t.ebc"}], "publisher": {"naming": "role"}},
         "publisher.naming 'role': table 'a' is used by",
+    ),
+    "a bad row in a replicated table": (
+        {
+            "tables": [{"name": "item", "sharding": "data_parallel"}],
+            "faults": [{"fault": "bad-row", "rank": 0, "table": "item", "step": 1}],
+        },
+        "no table of the scenario is called 'item' and not replicated",
     ),
     "twins": (
         {"tables": [{"name": "a"}, {"name": "a", "owner": "ebc_user"}]},
