@@ -419,8 +419,8 @@ class Scheduler:
                 self._ready.append(task)
 
     def _warp(self) -> None:
-        self._skip_dead_timers()
-        if self._timers:
+        self._skip_dead_timers()  # behind a dead one, which made the warp possible, the next may be far away
+        if self._timers and self._timers[0][0] - self.now_ns <= WARP_NS:
             self.now_ns = max(self.now_ns, self._timers[0][0])
             self._fire()
 

@@ -240,3 +240,26 @@ def test_systematic_search_comes_to_an_end_when_all_is_well() -> None:
 def test_priorities_find_a_bug_of_depth_two_often() -> None:
     found = sum(not racing(PctPolicy(seed, depth=2, length=8), careful=False) for seed in range(200))
     assert found >= 200 / (2 * 8)  # the guarantee of the paper: 1 / (n k)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_warp_never_goes_further_than_it_may(seed: int) -> None:
+    """A wait that ended leaves its timer behind; the next one may be a deadline far away."""
+    scheduler = Scheduler(RandomPolicy(seed, warp=0.5), [RankClock()])
+    timed_out: list[bool] = []
+
+    def waits() -> None:
+        scheduler.wait("the other", 5_000_000)
+        timed_out.append(not scheduler.wait("the other", 60 * SECOND_NS))
+
+    def works() -> None:
+        for _ in range(50):
+            scheduler.wake(waiter)
+            scheduler.point()
+        scheduler.wake(waiter)
+
+    waiter = scheduler.spawn(waits, "waits", 0)
+    scheduler.spawn(works, "works", 0)
+    scheduler.run()
+    assert timed_out == [False]
+    assert scheduler.now_ns < SECOND_NS
