@@ -89,6 +89,10 @@ def _publisher_of(rows: evidence.Rows, key: int) -> int | None:
 
 
 def _explain(history: History, fqn: str, key: int, served: evidence.Rows, found: int) -> str:
+    if not history.store_log:
+        if found < 0:
+            return "the target's store has no row for this key"
+        return f"the target's store has {evidence.when_held(int(served.first[found]), int(served.last[found]))}"
     accepted = evidence.written(history)[fqn]
     mine = np.flatnonzero(accepted.keys == key)
     right = mine[accepted.last[mine] == evidence.FOREVER]

@@ -13,13 +13,15 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal, Self
+from typing import Final, Literal, Self, TypeVar
 
 import psutil
 import pyarrow.compute as pc
@@ -35,10 +37,11 @@ from ..history import (
     build_tables,
     find_leaks,
     read_ledger,
+    told_by_target,
 )
 from ..recorded import begin_run, folder_name
 from ..scenario import Scenario
-from ..target import PASSWORD, VERSION
+from ..target import PASSWORD, VERSION, RankContext, contents
 from ..workload import Workload
 from . import rank as rank_module
 from .launchers import Job, Launcher, Supervision, Torchrun, check_options
@@ -50,6 +53,9 @@ from .supervisor import Supervisor
 TMPDIR_BYTES_MAX = 74
 #: Set to planted values in every rank: what a trainer's own environment holds.
 SECRET_VARIABLES = ("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN", PASSWORD)
+#: How long a target may take to say what its own store holds.
+CONTENTS_S: Final = 30.0
+T = TypeVar("T")
 PRELOAD = "deltaproof.simulator.processes.preload"
 
 
@@ -85,6 +91,23 @@ def _sweep() -> None:
         pid = folder.name.split("-")[1]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _within(seconds: float, what: str, call: Callable[[], T]) -> T:
+    """What a call into foreign code returns or raises. Raises ScenarioError when that takes longer."""
+    result: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="deltaproof-contents", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        raise ScenarioError(f"{what} did not return within {seconds:g} s") from None
 
 
 class ProcessEngine:
@@ -256,6 +279,10 @@ class ProcessEngine:
         fired = [mine + theirs for mine, theirs in zip(fired, store_fired, strict=True)]
         events += requests
         events.sort(key=lambda e: e.t_ms)
+        reader = RankContext.reader(scenario, rank_module.run_name(runs[0].folder), None, store.endpoint)
+        foreign = _within(CONTENTS_S, f"contents() of target {target!r}", lambda: contents(target, reader))
+        if foreign is not None:
+            final, writes = told_by_target(foreign, events[-1].t_ms, VERSION)
         attempts: list[Attempt] = []
         tables: dict[str, LedgerTable] = {}
         for run in runs:
@@ -279,6 +306,7 @@ class ProcessEngine:
             fired=fired,
             stacks=runs[-1].stacks,
             attempts=attempts if len(attempts) > 1 else [],
+            store_log=foreign is None,
         )
 
     def _continue(

@@ -205,6 +205,11 @@ def perform(spec: RankSpec, undo: ExitStack, listener: Listener, runs_before: in
     return 0
 
 
+def run_name(folder: Path) -> str:
+    """What a target may call the run whose files are in ``folder``; no two runs of a machine have one."""
+    return "-".join(folder.parts[-2:])
+
+
 class Run(TrainingLoop):
     """The training loop of a real rank: TorchRec's model, torch.distributed, the fake store over HTTP."""
 
@@ -335,6 +340,8 @@ class Run(TrainingLoop):
             dynamic=tuple(self._model.dynamic.handles.values()),
             retain=f"{self.spec.run}/retained" if self.scenario.publisher.retain else None,
             spill=f"{self.spec.run}/spilled" if self.scenario.publisher.spill else None,
+            process_group=dist.group.WORLD,
+            run=run_name(Path(self.spec.run)),
         )
 
 
