@@ -1,5 +1,6 @@
 """What a person types: answers, exit codes, and what is left behind."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -10,12 +11,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from deltaproof.simulator.faults import REGISTRY, RankKill
-from deltaproof.simulator.scenario import Scenario, Table, Workload
+from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -197,7 +200,10 @@ def test_explore_finds_and_shrinks_a_specimen_with_two_jobs(cli) -> None:
     assert ended.returncode == 1, ended
     failures = json.loads(ended.stdout)["failures"]
     assert failures
-    assert all("no-silent-loss" in f["broken"] for f in failures)
+    assert all({"no-silent-loss", "restart-converges", "no-lost-rows"} & set(f["broken"]) for f in failures)
+    found = [(load(cli.folder / f["path"]).scenario.to_json(), f["found"]) for f in failures]
+    assert all(len(smallest) <= len(as_found) for smallest, as_found in found)
+    assert any(len(smallest) < len(as_found) for smallest, as_found in found)
     assert cli.run("replay", failures[0]["path"]).returncode == 1
 
 
@@ -336,7 +342,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(cli, number: signal.Signals) 
     assert os.listdir(cli.temporary) == []
 
 
-def test_kill_9_of_the_command_ends_its_ranks_and_its_store(cli) -> None:
+def test_kill_9_of_the_command_leaves_no_process_and_no_folder(cli) -> None:
     process = cli.start("demo")
     try:
         until(lambda: any("rank" in "".join(os.listdir(d)) for d in run_folders(cli)), "a rank at work")
@@ -344,7 +350,54 @@ def test_kill_9_of_the_command_ends_its_ranks_and_its_store(cli) -> None:
     finally:
         process.kill()
         process.communicate(timeout=30)
+    nothing_is_left(cli)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        # Killed while the agent's ranks start: most of them have not even imported torch.
+        pytest.param(1, id="ranks-start"),
+        pytest.param(2, id="ranks-train", marks=[pytest.mark.soak, pytest.mark.timeout(600)]),
+    ],
+)
+def test_kill_9_of_the_command_leaves_nothing_of_torchrun_either(cli, nodes: int) -> None:
+    hangs = msgspec.structs.replace(SMALL, workload=Workload(steps=100_000), deadlines=Deadlines(run_s=300))
+    (cli.folder / "s.json").write_text(hangs.to_json())
+    process = cli.start("run", "s.json", "--launcher", "torchrun", "--nnodes", str(nodes))
+    try:
+        if nodes == 1:
+            until(lambda: len(ranks_of_torchrun(cli)) == 2, "the ranks' processes")
+        else:
+            until(lambda: len(list(cli.temporary.glob("deltaproof-*/run*/rank?.ledger.arrows"))) == 2, "training", 300)
+        assert (
+            len(cli.left_over()) > 3 + nodes
+        )  # the command, the store and multiprocessing's own too
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    nothing_is_left(cli)
+
+
+def ranks_of_torchrun(cli) -> list:
+    found = []
+    for process in cli.left_over():
+        with contextlib.suppress(psutil.Error):
+            found += [process] if process.cmdline()[1:3] == ["-u", "-m"] else []
+    return found
+
+
+def nothing_is_left(cli) -> None:
+    """With the processes, the ports they listened on are gone."""
     until(lambda: not cli.left_over(), "every process to be gone")
+    until(lambda: os.listdir(cli.temporary) == [], "the folder to be removed")
+
+
+def test_launchers_that_do_not_go_together_are_bad_input(cli) -> None:
+    (cli.folder / "s.json").write_text(SMALL.to_json())
+    done = cli.run("run", "s.json", "--launcher", "torchrun", "--supervision", "strict")
+    assert done.returncode == 2, done
+    assert "needs the launcher own" in one_line(done.stderr)
 
 
 def run_folders(cli) -> list:
