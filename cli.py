@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 import typer
@@ -36,7 +36,7 @@ from .cli_histories import HistoryOption
 from .conformance.check import check, load, save_failure
 from .conformance.verdict import Report, Verdict, worst
 from .simulator.errors import KitError, ScenarioError
-from .simulator.scenario import Scenario
+from .simulator.scenario import Backend, Devices, Scenario
 
 if TYPE_CHECKING:
     from .reference.readback import StoreReader
@@ -92,6 +92,15 @@ SupervisionOption = Annotated[
         "--supervision",
         help="Once a rank has failed: torchrun ends its peers after a grace, strict waits for each to end by itself.",
     ),
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", help="cpu, per-rank or shared (one CUDA device for all ranks).", show_default="the file's"
+    ),
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="Process group: gloo or nccl.", show_default="the file's")
 ]
 
 COLOURS = {
@@ -197,6 +206,8 @@ def run(
     target: TargetOption = None,
     engine: EngineOption = "processes",
     data: DataOption = None,
+    devices: DevicesOption = None,
+    backend: BackendOption = None,
     keep: Annotated[Path | None, typer.Option(help="Keep each run's logs, events and ledger in this folder.")] = None,
     history: HistoryOption = None,
     launcher: LauncherOption = "own",
@@ -210,7 +221,8 @@ def run(
     work = []
     for path in files:
         saved = load(path)
-        work.append((_with_data(saved.scenario, data), target or saved.target))
+        scenario = _placed(_with_data(saved.scenario, data), devices, backend)
+        work.append((scenario, target or saved.target))
     with _engine(engine, keep=keep, launcher=launcher, nodes=nodes, supervision=supervision) as running:
         reports = _run_all(running, work, quiet=as_json, histories=history)
     _finish("run", reports, failures, as_json)
@@ -221,6 +233,8 @@ def replay(
     file: Annotated[Path, typer.Argument(help="A failure file, as a failing run prints it.", show_default=False)],
     target: TargetOption = None,
     engine: EngineOption = "processes",
+    devices: DevicesOption = None,
+    backend: BackendOption = None,
     history: HistoryOption = None,
     launcher: LauncherOption = "own",
     nodes: NodesOption = 1,
@@ -232,8 +246,9 @@ def replay(
     saved = load(file)
     if not saved.broken:
         raise ScenarioError(f"{file} is a scenario, not a failure file: deltaproof run judges it")
+    scenario = _placed(saved.scenario, devices, backend)
     with _engine(engine, launcher=launcher, nodes=nodes, supervision=supervision) as running:
-        [report] = _run_all(running, [(saved.scenario, target or saved.target)], quiet=as_json, histories=history)
+        [report] = _run_all(running, [(scenario, target or saved.target)], quiet=as_json, histories=history)
     broken = {f.property for f in report.findings if f.violations}
     wanted = set(saved.broken)
     reproduced = bool(broken & wanted)
@@ -577,6 +592,15 @@ def _with_data(scenario: Scenario, data: Path | None) -> Scenario:
         return scenario
     workload = msgspec.structs.replace(scenario.workload, data=str(data.resolve()))
     return msgspec.structs.replace(scenario, workload=workload)
+
+
+def _placed(scenario: Scenario, devices: str | None, backend: str | None) -> Scenario:
+    """The scenario on other devices, or over another backend, than it says."""
+    asked = {"devices": devices, "backend": backend}
+    for name, known in (("devices", get_args(Devices)), ("backend", get_args(Backend))):
+        if asked[name] not in (None, *known):
+            raise ScenarioError(f"--{name} {asked[name]}: want {', '.join(known[:-1])} or {known[-1]}")
+    return msgspec.structs.replace(scenario, **{n: v for n, v in asked.items() if v is not None}).checked()
 
 
 def _finish(command: str, reports: list[Report], failures: Path, as_json: bool) -> None:

@@ -14,12 +14,13 @@ import time
 import msgspec
 
 from deltaproof.simulator.processes.engine import ProcessEngine
-from deltaproof.simulator.scenario import Scenario, Table, Workload
+from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
 SCENARIO = Scenario(
     name="two-ranks-ten-steps",
     tables=(Table(name="item"), Table(name="user", sharding="table_wise", rank=1)),
     workload=Workload(steps=10),
+    deadlines=Deadlines(run_s=600.0),
 )
 
 

@@ -22,6 +22,9 @@ from .faults import REGISTRY, AnyFault, Expect
 #: The version of scenario files this package writes and the newest it reads.
 SCENARIO_VERSION = 1
 
+Devices = Literal["cpu", "per-rank", "shared"]
+Backend = Literal["gloo", "nccl"]
+
 SHARDINGS = ("row_wise", "table_wise", "data_parallel", "dynamic")
 
 
@@ -143,7 +146,12 @@ class Deadlines(_Data, frozen=True, kw_only=True):
 
 
 class Scenario(_Data, frozen=True, kw_only=True):
-    """Everything that determines one run. Two runs of equal scenarios train on equal ids from equal weights."""
+    """Everything that determines one run. Two runs of equal scenarios train on equal ids from equal weights.
+
+    ``devices``: where the model is: ``cpu``, a CUDA device for each rank (``per-rank``), or the first CUDA device for
+    all of them (``shared``). ``backend``: of the process group; gloo takes the tensors of any device, nccl those of
+    CUDA.
+    """
 
     version: int = SCENARIO_VERSION
     name: str = "unnamed"
@@ -155,6 +163,8 @@ class Scenario(_Data, frozen=True, kw_only=True):
     faults: tuple[AnyFault, ...] = ()
     restarts: tuple[Restart, ...] = ()
     deadlines: Deadlines = Deadlines()
+    devices: Devices = "cpu"
+    backend: Backend = "gloo"
 
     # ------------------------------------------------------------------------------------------------ in and out
     def to_json(self) -> str:
@@ -295,6 +305,10 @@ class Scenario(_Data, frozen=True, kw_only=True):
         )
         at_least("deadlines.run_s", self.deadlines.run_s, 1, 86_400)
         at_least("deadlines.grace_s", self.deadlines.grace_s, 0.1, 3_600)
+        if self.backend == "nccl" and self.devices == "cpu":
+            found.append(
+                "backend 'nccl' needs CUDA tensors: set devices to 'per-rank' or 'shared', or backend to 'gloo'"
+            )
         for index, restart in enumerate(self.restarts):
             if restart.world_size is not None:
                 at_least(f"restarts[{index}].world_size", restart.world_size, 1, 64)

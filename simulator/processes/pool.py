@@ -33,7 +33,8 @@ PATCHING = (ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError)
 def may_share(scenario: Scenario, target: str) -> bool:
     """Whether ranks of this run may have run something before and may run something after it."""
     patched = scenario.workload.step_seconds > 0 or any(isinstance(f, PATCHING) for f in scenario.faults)
-    return target == "reference" and not patched
+    # A process keeps the CUDA device that it has once used.
+    return target == "reference" and not patched and scenario.devices != "per-rank"
 
 
 class _Worker:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -39,6 +39,9 @@ from ..scenario import Scenario
 from ..target import PASSWORD, RankContext
 from .hang import Listener
 from .lifeline import die_with_parent
+
+if TYPE_CHECKING:
+    import torch
 
 #: The exit code of a rank whose scenario or target cannot be run.
 BAD_INPUT = 2
@@ -210,6 +213,45 @@ def run_name(folder: Path) -> str:
     return "-".join(folder.parts[-2:])
 
 
+def place(scenario: Scenario, rank: int) -> torch.device:
+    """The device of a rank, made its current one; sets what NCCL must know before it starts. Raises ScenarioError
+    where there are too few devices."""
+    import torch
+
+    if scenario.devices == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    needed = 1 if scenario.devices == "shared" else scenario.world_size
+    if found < needed:
+        raise ScenarioError(
+            f"devices {scenario.devices!r} needs {needed} CUDA device{'s' if needed > 1 else ''} and torch "
+            f"{torch.__version__} finds {found} here; --devices cpu --backend gloo runs the scenario without"
+        )
+    # NVLink multicast stays off: on a shared host it is not ours to use.
+    os.environ.update(NCCL_NVLS_ENABLE="0", NCCL_SOCKET_IFNAME="lo")
+    if scenario.devices == "per-rank":
+        # Each rank is its own host for TorchRec, so the device that it sees is the first one of that host.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
+    elif scenario.backend == "nccl":
+        # NCCL refuses two ranks on one device, unless it takes them for two hosts. It reads this once in a process.
+        os.environ["NCCL_HOSTID"] = f"deltaproof-{os.getpid()}"
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def used(device: torch.device, backend: str) -> dict[str, Any]:
+    """What a rank runs on, for the history."""
+    import torch
+
+    found = {"device": str(device), "backend": backend, "torch": torch.__version__}
+    if device.type == "cuda":
+        found |= {"device_name": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    if backend == "nccl":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
 class Run(TrainingLoop):
     """The training loop of a real rank: TorchRec's model, torch.distributed, the fake store over HTTP."""
 
@@ -242,21 +284,25 @@ class Run(TrainingLoop):
             GLOO_SOCKET_IFNAME="lo",
         )
         torch.set_num_threads(1)
+        device = self.device = place(scenario, spec.rank)
+        if device.type == "cuda":
+            undo.callback(torch.cuda.empty_cache)
         dist.init_process_group(
-            "gloo",
+            scenario.backend,
             # A file instead of a port: no other process can take it in between.
             init_method="env://" if spec.supervisor_pid else f"file://{spec.folder}/rendezvous",
             rank=spec.rank,
             world_size=scenario.world_size,
             timeout=datetime.timedelta(seconds=scenario.deadlines.run_s),
+            device_id=device if scenario.backend == "nccl" else None,
         )
         self.collectives = Collectives(Path(spec.folder) / f"rank{spec.rank}.flight.json")
         undo.callback(self.collectives.install())
         ledger = LedgerWriter(Path(spec.folder) / f"rank{spec.rank}.ledger.arrows")
-        self.trainer = self._model = Trainer(scenario, spec.rank, ledger, torch.device("cpu"), spec.attempt)
+        self.trainer = self._model = Trainer(scenario, spec.rank, ledger, device, spec.attempt)
         if not spec.attempt:
             self._model.begin()
-        self.events.write("model-ready", shards=len(self._model._shards))
+        self.events.write("model-ready", shards=len(self._model._shards), **used(device, scenario.backend))
         self.publish_and_train()
         ledger.close()
         dist.destroy_process_group()
@@ -265,7 +311,7 @@ class Run(TrainingLoop):
         import torch
         import torch.distributed as dist
 
-        flag = torch.tensor([int(mine)])
+        flag = torch.tensor([int(mine)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN if how == "all" else dist.ReduceOp.MAX)
         return bool(flag)
 

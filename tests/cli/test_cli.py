@@ -100,6 +100,8 @@ def test_version(cli) -> None:
         (["run", "s.json", "--target", "no_such_module:make"], "cannot import target 'no_such_module:make'"),
         (["run", "s.json", "--target", "specimen:S99"], "unknown specimen 'S99'"),
         (["run", "s.json", "--data", "absent.parquet"], "absent.parquet"),
+        (["run", "s.json", "--devices", "tpu"], "--devices tpu: want cpu, per-rank or shared"),
+        (["run", "s.json", "--backend", "nccl"], "backend 'nccl' needs CUDA tensors"),
         (["demo", "--data", "s.json"], "cannot read interactions from s.json"),
         (["list", "gremlins"], "cannot list 'gremlins'"),
         (["explore", "--count", "0"], "--count"),

@@ -226,3 +226,20 @@ class LeavesAChild(Silent):
 
     def start(self) -> None:
         self.child = subprocess.Popen(["sleep", "600"])
+
+
+def cuda_of_a_fork(answers) -> None:
+    """No target: run in a process of its own, it tells what that has of CUDA from the process it was forked from."""
+    import sys
+
+    preloaded = "torch" in sys.modules
+    import torch
+
+    answers.send(
+        {
+            "preloaded": preloaded,
+            "initialized": torch.cuda.is_initialized(),
+            "lost in the fork": torch.cuda._is_in_bad_fork(),
+            "check by NVML": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
+        }
+    )

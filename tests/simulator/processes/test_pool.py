@@ -1,5 +1,6 @@
 """Ranks that run one scenario after another: nothing of a run is left for the next, and doubtful ones are ended."""
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -138,10 +139,10 @@ def test_a_process_is_ended_after_so_many_runs_or_when_it_has_grown(engine, monk
 
 
 def test_a_rank_puts_back_what_a_run_may_change(engine) -> None:
-    import deltaproof_test_targets  # on sys.path by now (conftest.py)
+    targets = importlib.import_module("deltaproof_test_targets")  # on sys.path by now (conftest.py)
 
     mine, theirs = engine._context.Pipe()
-    process = engine._context.Process(target=deltaproof_test_targets.leave_things_behind_and_restore, args=(theirs,))
+    process = engine._context.Process(target=targets.leave_things_behind_and_restore, args=(theirs,))
     process.start()
     theirs.close()
     assert mine.poll(60)
