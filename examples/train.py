@@ -17,6 +17,7 @@ torch's warnings under torchrun are normal. Each rank ends with a line that says
 import argparse
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -73,6 +74,9 @@ def batch() -> torchrec.KeyedJaggedTensor:
 def save(folder: Path, step: int, model: torch.nn.Module, publisher: Publisher) -> None:
     """A checkpoint of model and publisher, whole or not there: its folder gets its name when all ranks have written."""
     unfinished = folder / f"unfinished-{step:09d}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed here; it may have had more ranks
+    dist.barrier()
     save_sharded({"model": model.state_dict()}, checkpoint_id=unfinished)
     torch.save(publisher.state_dict(step), unfinished / f"publisher-{dist.get_rank()}.pt")
     dist.barrier()

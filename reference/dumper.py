@@ -115,22 +115,25 @@ class Dumper:
         self._rank, self._world_size = rank, world_size
         self._embedding_type = settings.embedding_type
         self._tables = dict(source.tables())
-        self._undelivered: dict[str, Keys] = {}  # drained but not yet in a delta: a dump that raises forgets nothing
+        self._undelivered: dict[str, Keys] = {}  # drained, and in no delta that was submitted
+        self._dumped = self._undelivered
         self._drained: list[Mapping[str, Keys]] = []  # nor yet merged into these
         self.replicated: dict[str, Keys] = {}  # data-parallel keys this rank answers for: those it ever published
 
     def dump(self, step: int, source: Source = "dump") -> pa.Table | None:
         """Delta (delta.SCHEMAS) of all rows touched since the last dump, at their present values; None for none.
 
+        Forgets no key: `submitted` does, once the delta is in other hands.
+
         "final" adds every data-parallel key this rank ever published. Ranks' clocks differ, so an old value of a
         replicated row may carry a greater ts than a newer one from another rank; at the end all replicas agree, so
         whichever rank wins is right.
 
         Raises:
-            DeltaError: an id outside this rank's shard, a row that int8 cannot hold. A dump that raises forgets no id.
+            DeltaError: an id outside this rank's shard, a row that int8 cannot hold.
         """
         try:
-            touched = self._collect()
+            touched = self._dumped = self._collect()
         except DeltaError as error:
             raise DeltaError(error.what, table=error.table, key=error.key, step=step) from None
         if source == "final":
@@ -138,23 +141,24 @@ class Dumper:
         deltas = [self._delta_of(step, fqn, touched[fqn], source) for fqn in self._targets(touched)]
         replicated = {fqn: keys for fqn, keys in touched.items() if self._tables[fqn].sharding == DATA_PARALLEL}
         self.replicated = merge_keys(self.replicated, replicated)
-        table = pa.concat_tables(deltas) if deltas else None
-        self._undelivered = {}
-        return table
+        return pa.concat_tables(deltas) if deltas else None
+
+    def submitted(self) -> None:
+        """Forget the keys of the last dump, unless others have been added to them meanwhile."""
+        if self._undelivered is self._dumped:
+            self._undelivered = {}
 
     def discard(self) -> None:
         """Forget everything tracked so far: a warm-up batch before a restore is not training."""
         self._source.drain()
         self._drained, self._undelivered = [], {}
 
-    def track(self, keys: Mapping[str, Keys]) -> None:
-        """Put keys (sorted, unique) into the next dump, as if they had been looked up."""
-        self._undelivered = merge_keys(self._undelivered, keys)
-
     def take_over(self, owed: Mapping[str, Keys], replicated: Mapping[str, Keys]) -> int:
-        """Divide among the ranks what an earlier job owed the store; returns how many rows this rank takes."""
+        """Divide among the ranks what an earlier job owed the store (keys sorted, unique). This rank's share is in the
+        next dump, as if it had been looked up; returns how many rows that is.
+        """
         mine = {fqn: self._share(fqn, keys) for fqn, keys in owed.items()}
-        self.track(mine)
+        self._undelivered = merge_keys(self._undelivered, mine)
         self.replicated = merge_keys(self.replicated, {fqn: self._share(fqn, keys) for fqn, keys in replicated.items()})
         return sum(map(len, mine.values()))
 

@@ -23,7 +23,7 @@ from .errors import PublisherError, redact, wrapped
 from .restart import TARGET, RankState, Restart, join, pack
 from .settings import Settings
 from .shards import Files, ShardWriter, State
-from .uploader import Uploader
+from .uploader import Uploader, UploadError
 
 __all__ = ["Publisher", "PublisherError", "connect"]
 
@@ -277,14 +277,13 @@ class Publisher:
             )
             self._earlier_ts = 0
         table = self._dumper.dump(step, source)
-        if table is not None:
-            uploader = self._running()
-            try:
-                uploader.submit(step, table)
-            except BaseException:  # a signal handler's too
-                if all(table is not pending for _, pending in uploader.pending()):
-                    self._dumper.track(keys_of(table))  # refused, and tracked nowhere else: a state must name its rows
-                raise
+        try:
+            if table is not None:
+                self._running().submit(step, table)
+        except UploadError:
+            self._dumper.submitted()  # pending, and named; after any other error, a signal handler's too, still tracked
+            raise
+        self._dumper.submitted()
         self._repairing = False
 
     def _pending(self, uploader: Uploader) -> dict[str, Keys]:

@@ -152,9 +152,9 @@ class Uploader:
                 self._wait_for_room(job)
             finally:  # a refused delta stays pending too: what was dumped is tracked nowhere else
                 self._jobs.append(job)
+                self._changed.notify_all()
             if self._abandoned and job in self._jobs:  # by a signal handler, between the last two lines
                 raise self._error(f"step {step} was submitted while the uploader was closed")
-            self._changed.notify_all()
 
     def check_error(self) -> None:
         """Raise UploadError when a step failed, or when a window takes longer than `flush_timeout_s`."""
@@ -231,7 +231,6 @@ class Uploader:
         """
         deadline_s = time.monotonic() + self._settings.close_timeout_s
         with self._changed:
-            self._changed.notify_all()  # a signal handler may have come between a submission and its notice
             while self._jobs or self._failure:
                 self._raise_failure()
                 if self._thread is None or self._abandoned:
@@ -284,6 +283,7 @@ class Uploader:
         """Wait for the thread to report, but wake in time to notice a call that hangs."""
         _, began_s = self._call or ("", time.monotonic())
         until_s = min(deadline_s, began_s + self._settings.flush_timeout_s)
+        self._changed.notify_all()  # a signal handler may have come between a submission and its notice
         self._changed.wait(min(max(0.001, until_s - time.monotonic()), WAIT_S_MAX))
 
     def _raise_failure(self, refused: _Job | None = None) -> None:

@@ -33,6 +33,13 @@ def dumper(kit: Any, source: Any) -> Dumper:
     return Dumper(source, kit.settings(), rank=1, world_size=2)
 
 
+def sent(dumper: Dumper, step: int, why: Any = "dump") -> Any:
+    """A dump whose delta was submitted."""
+    table = dumper.dump(step, why)
+    dumper.submitted()
+    return table
+
+
 def rows_of(table: Any) -> dict[tuple[str, int], float]:
     return {(r["table_fqn"], r["key_id"]): r["embedding"][0] for r in table.to_pylist()} if table else {}
 
@@ -40,31 +47,31 @@ def rows_of(table: Any) -> dict[tuple[str, int], float]:
 def test_a_dump_holds_what_was_touched_since_the_last_one_at_present_values(source: Any, dumper: Dumper) -> None:
     source.train(EBC, [3, 4], 1.0)
     source.train(EBC, [4, 9], 2.0)
-    table = dumper.dump(5)
+    table = sent(dumper, 5)
     assert table is not None
     assert rows_of(table) == {(EBC, 3): 1.0, (EBC, 4): 2.0, (EBC, 9): 2.0}
     row = table.to_pylist()[0]
     assert (row["global_step"], row["rank"], row["world_size"], row["source"]) == (5, 1, 2, "dump")
     source.train(EBC, [4], 3.0)
-    assert rows_of(dumper.dump(10)) == {(EBC, 4): 3.0}
+    assert rows_of(sent(dumper, 10)) == {(EBC, 4): 3.0}
 
 
 def test_a_quiet_interval_gives_no_delta_and_loses_nothing_after_it(source: Any, dumper: Dumper) -> None:
-    assert dumper.dump(5) is None
+    assert sent(dumper, 5) is None
     source.touched[EBC] = set()
-    assert dumper.dump(10) is None
+    assert sent(dumper, 10) is None
     source.train(EBC, [1], 1.0)
-    assert rows_of(dumper.dump(15)) == {(EBC, 1): 1.0}
+    assert rows_of(sent(dumper, 15)) == {(EBC, 1): 1.0}
 
 
 def test_the_final_dump_reads_again_every_replicated_row_this_rank_published(source: Any, dumper: Dumper) -> None:
     source.train(DP, [1, 2], 1.0)
     source.train(EBC, [7], 1.0)
-    dumper.dump(5)
+    sent(dumper, 5)
     source.train(DP, [3], 1.0)
     source.weights[DP][[1, 2]] = 5.0  # another rank's batch moved them
     source.train(EBC, [8], 2.0)
-    last = dumper.dump(7, "final")
+    last = sent(dumper, 7, "final")
     assert last is not None
     assert rows_of(last) == {(DP, 1): 5.0, (DP, 2): 5.0, (DP, 3): 1.0, (EBC, 8): 2.0}
     assert set(last["source"].to_pylist()) == {"final"}
@@ -73,9 +80,9 @@ def test_the_final_dump_reads_again_every_replicated_row_this_rank_published(sou
 @pytest.mark.parametrize("why", ["dump", "restore"])
 def test_no_dump_but_the_final_one_sends_a_replicated_row_again(source: Any, dumper: Dumper, why: Any) -> None:
     source.train(DP, [1, 2], 1.0)
-    dumper.dump(5)
+    sent(dumper, 5)
     source.train(DP, [2, 3], 2.0)
-    assert rows_of(dumper.dump(6, why)) == {(DP, 2): 2.0, (DP, 3): 2.0}
+    assert rows_of(sent(dumper, 6, why)) == {(DP, 2): 2.0, (DP, 3): 2.0}
 
 
 def test_what_a_source_says_of_a_table_is_never_changed(source: Any) -> None:
@@ -90,11 +97,23 @@ def test_a_dump_that_raises_forgets_no_id(source: Any, dumper: Dumper, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(source, "gather", lambda fqn, keys: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            dumper.dump(5)
+            sent(dumper, 5)
     source.train(EBC, [3], 1.0)
     assert len(dumper.tracked()[EBC]) == 3
-    assert set(rows_of(dumper.dump(6))) == {(EBC, 1), (EBC, 2), (EBC, 3)}
+    assert set(rows_of(sent(dumper, 6))) == {(EBC, 1), (EBC, 2), (EBC, 3)}
     assert dumper.tracked() == {}
+
+
+def test_a_dump_is_tracked_until_it_is_submitted_and_so_is_what_was_added_meanwhile(
+    source: Any, dumper: Dumper
+) -> None:
+    source.train(EBC, [1, 2], 1.0)
+    assert set(rows_of(dumper.dump(5))) == set(rows_of(dumper.dump(6))) == {(EBC, 1), (EBC, 2)}
+    source.train(EBC, [3], 1.0)
+    assert dumper.tracked()[EBC].tolist() == [1, 2, 3]  # asked by a signal handler, say
+    dumper.submitted()
+    assert set(rows_of(sent(dumper, 7))) == {(EBC, 1), (EBC, 2), (EBC, 3)}
+    assert dumper.dump(8) is None
 
 
 def test_an_error_of_the_source_gets_the_step(source: Any, dumper: Dumper, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +122,13 @@ def test_an_error_of_the_source_gets_the_step(source: Any, dumper: Dumper, monke
 
     monkeypatch.setattr(source, "drain", refuse)
     with pytest.raises(DeltaError, match=r"key 99, step 5"):
-        dumper.dump(5)
+        sent(dumper, 5)
 
 
 def test_discard_forgets_a_warm_up(source: Any, dumper: Dumper) -> None:
     source.train(EBC, [1], 1.0)
     dumper.discard()
-    assert dumper.dump(1, "final") is None
+    assert sent(dumper, 1, "final") is None
 
 
 def test_the_step_cadence_is_due_at_each_boundary(kit: Any) -> None:

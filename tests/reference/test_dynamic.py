@@ -114,6 +114,7 @@ class Publication(RuleBasedStateMachine):
     @rule()
     def dump(self) -> None:
         delta = self.dumper.dump(self.step)
+        self.dumper.submitted()
         rows = delta.to_pylist() if delta is not None else []
         assert len({(row["table_fqn"], row["key_id"]) for row in rows}) == len(rows), "a key is in a delta twice"
         self.store |= {(row["table_fqn"], row["key_id"]): row["embedding"] for row in rows}

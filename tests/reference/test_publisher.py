@@ -518,10 +518,12 @@ def test_what_submit_could_not_queue_any_more_is_pending_once(kit: Any, source: 
     publisher = publisher_of(kit, source, client)
     publisher.start()
     source.train(A, [1, 2], 1.0)
-    for _ in range(2):
+    for step in range(1, 4):
         with pytest.raises(UploadError):
-            publisher.finish(1)
-    with pytest.raises(UploadError, match=r"2 rows of steps \[1\]"):
+            publisher.finish(step)
+        if step == 1:
+            source.train(A, [3], 1.0)
+    with pytest.raises(UploadError, match=r"3 rows of steps \[1, 2\]"):
         publisher.close()
 
 

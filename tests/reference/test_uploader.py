@@ -2,6 +2,7 @@ import inspect
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -529,6 +530,26 @@ def test_an_empty_chunk_is_passed_over(kit: Any) -> None:
     uploader.submit(1, pa.Table.from_batches([*empty, *one.to_batches(), *empty]))
     uploader.close()
     assert set(view.stored) == {("renamed", 7)}
+
+
+def test_a_submission_that_a_signal_handler_broke_off_does_not_stop_those_behind_it(
+    kit: Any, run: Any, monkeypatch: Any
+) -> None:
+    def interrupted(job: Any) -> None:
+        raise KeyboardInterrupt
+
+    view = kit.view()
+    uploader = run(view, queue_steps_max=1)
+    deadline_s = time.monotonic() + kit.deadline_s
+    while not uploader._changed._waiters:  # until the thread waits for work
+        assert time.monotonic() < deadline_s
+    with monkeypatch.context() as patch:
+        patch.setattr(uploader, "_wait_for_room", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            uploader.submit(1, kit.delta(1, [1]))
+    assert raises_within(kit, lambda: uploader.submit(2, kit.delta(2, [2]))) is None
+    uploader.close()
+    assert set(view.stored) == {(T, 1), (T, 2)}
 
 
 def test_an_uploader_starts_once(kit: Any, run: Any) -> None:
