@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .simulator.scenario import Scenario
 
 Kind = Literal["uploader", "publisher", "subprocess"]
-#: Diagnoses after which nothing else can be learnt of a target.
-HOPELESS = {"factory-raises", "hangs-in-start"}
 
 TargetArgument = Annotated[
     str, typer.Argument(help="package.module:factory, or exec:COMMAND (docs/protocol.md).", show_default=False)
@@ -100,20 +98,13 @@ def _engine(name: str) -> Iterator[Engine]:
 
 
 def _run(suite: Suite, engine: Engine, not_tested: dict[str, str], quiet: bool) -> None:
-    """Run what can be asked. Once a target proves to be hopeless, the rest is not tested, and says why."""
     from . import cli
-    from .conformance.suite import run_one
 
-    hopeless = ""
     with cli._progress(quiet) as progress:
         bar = progress.add_task("starting", total=len(suite.scenarios))
         for scenario in suite.scenarios:
             progress.update(bar, description=scenario.name)
-            run = run_one(engine, scenario, suite.target, not_tested.get(scenario.name) or hopeless, suite.engine)
-            suite.add(run)
-            signs = HOPELESS & {each.name for each in suite.diagnoses}
-            if signs and not hopeless:
-                hopeless = f"not asked: the target {min(signs)}"
+            suite.ask(engine, scenario, not_tested.get(scenario.name))
             progress.advance(bar)
 
 

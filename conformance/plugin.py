@@ -95,28 +95,25 @@ class Kit:
 
     def __init__(self, config: pytest.Config) -> None:
         from ..simulator.errors import ScenarioError
-        from ..simulator.target import resolve
+        from . import profiles, target
         from .suite import Suite
 
         self.config = config
         self.is_worker = hasattr(config, "workerinput")
         _make_importable(config)
         self.target: str = config.getoption("deltaproof_target")
+        profile, seed = config.getoption("deltaproof_profile"), config.getoption("deltaproof_seed")
+        self.engines = Engines(_engine_name(config, self.target))
         try:
-            if not self.is_worker:
-                resolve(self.target)
-            self.engines = Engines(_engine_name(config))
-            scenarios = plan(
-                config.getoption("deltaproof_profile"), self.engines.name, config.getoption("deltaproof_seed")
-            )
-            self.missing = missing(self.target, self.engines.name)
+            self.missing = target.missing(self.target, self.engines.name)
+            scenarios = profiles.plan(profile, self.engines.name, seed, self.target)
         except ScenarioError as error:
             raise pytest.UsageError(f"deltaproof: {error}") from None
         self.suite: Suite = Suite(
             target=self.target,
             engine=self.engines.name,
-            profile=config.getoption("deltaproof_profile"),
-            seed=config.getoption("deltaproof_seed"),
+            profile=profile,
+            seed=seed,
             scenarios=scenarios,
             repeat=self._repeat(),
         )
@@ -172,15 +169,14 @@ class Kit:
     def run(self, family: str) -> None:
         """Run the scenarios of a family that have not run yet. Raises KitFailure when the input is bad."""
         from ..simulator.errors import ScenarioError
-        from .suite import families, run_one
+        from .suite import families
 
         for scenario in self.suite.scenarios:
             if self.refused or family not in families(scenario) or scenario.name in self.suite.runs:
                 continue
             try:
                 lacking = self.missing(scenario)
-                engine = None if lacking else self.engines.running()
-                self.suite.add(run_one(engine, scenario, self.target, lacking, self.engines.name))
+                self.suite.ask(None if lacking else self.engines.running(), scenario, lacking)
             except ScenarioError as error:
                 self.refused = str(error)
         if self.refused:
@@ -355,22 +351,10 @@ def _known_failures(lines: Iterable[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _engine_name(config: pytest.Config) -> str:
-    return config.getoption("deltaproof_engine") or "virtual"
+def _engine_name(config: pytest.Config, target: str) -> str:
+    from .target import default_engine
 
-
-def plan(profile: str, engine: str, seed: int) -> list[Scenario]:
-    """Stand-in."""
-    from ..simulator.catalogue import demo_scenarios
-
-    return demo_scenarios(seed=seed)
-
-
-def missing(target: str, engine: str) -> Callable[[Scenario], str | None]:
-    """Stand-in."""
-    from ..simulator.virtual.engine import lacks
-
-    return lacks if engine == "virtual" else lambda scenario: None
+    return config.getoption("deltaproof_engine") or default_engine(target)
 
 
 # ------------------------------------------------------------------------------------------------------------ fixtures
@@ -391,7 +375,7 @@ def deltaproof_engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield kit.engines.running()
         return
     _make_importable(request.config)
-    engines = Engines(_engine_name(request.config))
+    engines = Engines(_engine_name(request.config, request.config.getoption("deltaproof_target") or "reference"))
     yield engines.running()
     engines.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +39,18 @@ from .report.document import (
 from .report.timeline import story, timeline
 from .report.words import in_words
 from .shrink import breaks, shrink
-from .verdict import Finding, Report, Verdict, Violation
+from .verdict import Finding, Report, Violation
 
 #: The family of scenarios in which nothing goes wrong.
 CALM = "none"
+#: Diagnoses after which nothing else can be learnt of a target.
+HOPELESS = {"factory-raises", "hangs-in-start"}
+#: Runs that are kept whole of those that broke a property under the same kinds of fault: it takes one to explain it.
+REPORTS_KEPT = 3
+#: Failures of one property that get an explanation each, and how often the time for one they may all take together.
+FAILURES_MAX, EXPLANATIONS = 6, 12
+#: Reasons that are told of one cell.
+REASONS_SHOWN = 3
 #: In the order of DESIGN.md. Restarts are planned by a scenario's ``restarts`` as well as by faults.
 FAMILIES = (CALM, "exhaustion", "rank", "clock", "names", "store", "credentials", "data", "disk", "restart")
 
@@ -165,13 +174,35 @@ class Suite:
     began: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def __post_init__(self) -> None:
-        self._broken: dict[str, Report] = {}
+        self._reports: dict[str, Report] = {}
+        self._kept: Counter[tuple[str, frozenset[str]]] = Counter()
+
+    def ask(self, engine: Engine | None, scenario: Scenario, missing: str | None = None) -> Run:
+        """Run a scenario, or note why not, and count it. Raises ScenarioError for bad input.
+
+        Of a target that cannot even be started nothing more can be learnt: the rest is not tested, and says why.
+        """
+        hopeless = sorted(HOPELESS & {diagnosis.name for diagnosis in self.diagnoses})
+        if hopeless and not missing:
+            missing = f"not asked: the target {hopeless[0]}"
+        run = run_one(engine, scenario, self.target, missing, self.engine)
+        self.add(run)
+        return run
 
     def add(self, run: Run) -> None:
-        """Count a run; its history is kept only while a failure may have to be explained."""
-        self.runs[run.scenario.name] = run.told
-        if run.report is not None and run.report.verdict is Verdict.BROKEN:
-            self._broken[run.scenario.name] = run.report
+        """Count a run. Its history is kept while it may have to be explained: of runs that broke the same properties
+        under the same faults, that is a few."""
+        name, told, report = run.scenario.name, run.told, run.report
+        self.runs[name] = told
+        keys = [(finding.property, frozenset(_kinds(told))) for finding in told.findings if finding.violations]
+        if report is not None and any(self._kept[key] < REPORTS_KEPT for key in keys):
+            self._kept.update(keys)
+            self._reports[name] = report
+        else:
+            for finding in told.findings:
+                finding.violations = [
+                    ViolationReport(message=v.message, text=[v.message]) for v in finding.violations[:1]
+                ]
 
     def merge(self, runs: Iterable[RunReport], failures: Iterable[Failure]) -> None:
         """Count what another process of the same suite did. A run that both did counts once."""
@@ -194,7 +225,7 @@ class Suite:
         ``run``: judges a scenario on this suite's engine and target, None when it cannot; ``folder``: where failure
         files go, if anywhere; ``names``: of the scenarios to explain, all when none is given, by what broke of
         ``properties``. A broken run needs no explanation of its own when the faults of a smaller failure of that
-        property are among its own.
+        property are among its own, nor when there are many of that property already.
         """
         known_runs: dict[str, Report | None] = {}
 
@@ -204,24 +235,30 @@ class Suite:
                 known_runs[text] = run(scenario)
             return known_runs[text]
 
+        until = time.monotonic() + EXPLANATIONS * seconds
         smaller: dict[str, list[Report]] = {}
-        chosen = set(names) or set(self._broken)
-        broken = sorted((r for n, r in self._broken.items() if n in chosen), key=lambda r: _size(r.history.scenario))
+        chosen = set(names) or set(self.runs)
+        scenarios = sorted((s for s in self.scenarios if s.name in chosen and s.name in self.runs), key=_size)
         for property in properties:
-            for report in broken:
-                name, kinds = report.history.scenario.name, _kinds(report.history.scenario)
-                if not breaks(report, property):
+            for scenario in scenarios:
+                name = scenario.name
+                told, report = self.runs[name], self._reports.get(name)
+                if not any(f.property == property and f.violations for f in told.findings):
                     continue
                 mine = [f for f in self.failures if f.property == property]
                 if any(name == f.shrunk_from or name in f.also for f in mine):
                     continue
-                known = next((f for f in mine if {fault.kind for fault in f.run.faults} <= kinds), None)
+                known = next((f for f in mine if _kinds(f.run) <= _kinds(told)), None)
+                if known is None and mine and (report is None or len(mine) >= FAILURES_MAX):
+                    known = mine[0]
                 if known is not None:
                     known.also.append(name)
                     continue
+                if report is None:
+                    continue  # another process of the suite has it
                 # What one property's failure was made of often is all that another's needs.
                 start = next((r for r in smaller.get(name, []) if breaks(r, property)), report)
-                found = shrink(once, start, property, seconds)
+                found = shrink(once, start, property, min(seconds, until - time.monotonic()))
                 smaller.setdefault(name, []).append(found.report)
                 self.failures.append(self._failure(property, found.report, name, found.runs, folder))
 
@@ -280,7 +317,7 @@ class Suite:
             not_exercised=counts["not exercised"],
             not_tested=counts["not tested"] + len(planned) - len(runs),
             kit_errors=counts["kit error"],
-            reason="; ".join(dict.fromkeys(reasons)),
+            reason=_few(reasons),
         )
 
     def document(self) -> Document:
@@ -324,14 +361,21 @@ def judge_cell(run: RunReport, property: str) -> tuple[VerdictName, str]:
     return finding.verdict, finding.reason
 
 
+def _few(reasons: Iterable[str]) -> str:
+    """The first reasons, each once."""
+    different = list(dict.fromkeys(reasons))
+    more = f"; and {len(different) - REASONS_SHOWN} more" if len(different) > REASONS_SHOWN else ""
+    return "; ".join(different[:REASONS_SHOWN]) + more
+
+
 def _property(name: str) -> PropertyReport:
     text = " ".join((PROPERTIES[name].__doc__ or "").replace("``", "").split())
     rule, _, why = text.partition(". ")
     return PropertyReport(name=name, rule=rule.rstrip(".") + ".", why=why)
 
 
-def _kinds(scenario: Scenario) -> set[str]:
-    return {fault.kind for fault in scenario.faults}
+def _kinds(run: RunReport) -> set[str]:
+    return {fault.kind for fault in run.faults}
 
 
 def _size(scenario: Scenario) -> tuple[int, ...]:

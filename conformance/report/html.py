@@ -21,6 +21,8 @@ TICK_PX = 90
 ELEMENTS_SHOWN = 8
 #: Failures of one property that are open when the page is; the others open at a click.
 OPEN = 1
+#: Runs that the page lists; report.json has all.
+RUNS_LISTED = 500
 
 #: How a kind of mark looks: class of the style sheet, and the words of the legend.
 LOOKS = {
@@ -77,6 +79,7 @@ def to_html(document: Document) -> str:
         rules=rules,
         failures=_grouped(document.failures),
         unjudged=unjudged,
+        listed=_listed(document.runs),
         short=short,
         draw=draw,
         elements=elements,
@@ -93,6 +96,12 @@ def _grouped(failures: Sequence[Failure]) -> list[tuple[str, list[Failure]]]:
     for failure in failures:
         groups.setdefault(failure.property, []).append(failure)
     return list(groups.items())
+
+
+def _listed(runs: Sequence[RunReport]) -> list[RunReport]:
+    """All runs, or of very many those first that did not hold."""
+    first = sorted(range(len(runs)), key=lambda i: (runs[i].verdict == "held", i))[:RUNS_LISTED]
+    return [runs[i] for i in sorted(first)]
 
 
 def _violations(run: RunReport, property: str) -> list[ViolationReport]:

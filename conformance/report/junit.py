@@ -15,6 +15,11 @@ def to_junit(document: Document) -> str:
     """The XML text. Test ids are those of the pytest plugin: class ``deltaproof.FAMILY``, name PROPERTY."""
     root = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(root, "testsuite", name=f"deltaproof {document.target}", time=f"{document.wall_s:g}")
+    if document.diagnoses:
+        properties = ElementTree.SubElement(suite, "properties")
+        for each in document.diagnoses:
+            value = _clean(f"{each.seen}: {each.meaning}")
+            ElementTree.SubElement(properties, "property", name=each.name, value=value)
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     for cell in document.cells:
         counts["tests"] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,23 +23,22 @@ LINES_MAX = 24
 
 def print_report(document: Document, out: Console) -> None:
     """Print all of it: failures, table, what proves nothing and why, and the verdict last, where a reader's eye is."""
-    shown: set[str] = set()
+    first: dict[str, Failure] = {}
     for failure in document.failures:
+        first.setdefault(failure.property, failure)
+    for failure in first.values():
         out.print()
-        if failure.property in shown:  # the same rule in another way: a line is enough
-            out.print(Text(_brief(failure), "red"), soft_wrap=True)
-        else:
-            out.print(Text(failure_text(failure)), soft_wrap=True)
-        shown.add(failure.property)
-    print_summary(document, out)
+        out.print(Text(failure_text(failure)), soft_wrap=True)
+    out.print()
+    print_summary(document, out, [f for f in document.failures if f is not first[f.property]])
 
 
-def print_summary(document: Document, out: Console) -> None:
-    """Print the table, how to repeat each failure, what proves nothing and why, and the verdict."""
+def print_summary(document: Document, out: Console, failures: Sequence[Failure] | None = None) -> None:
+    """Print the table, a line for each of ``failures`` (all when not given), what proves nothing and why, and the
+    verdict."""
     out.print(table(document))
-    for failure in document.failures:
-        if failure.replay:
-            out.print(Text(_brief(failure), "red"), soft_wrap=True)
+    for failure in document.failures if failures is None else failures:
+        out.print(Text(_brief(failure), "red"), soft_wrap=True)
     for diagnosis in document.diagnoses:
         seen = f"{diagnosis.name} (in {diagnosis.runs} runs): {diagnosis.seen}; {diagnosis.meaning}"
         out.print(Text(f"the target {seen}", "bold yellow"), soft_wrap=True)

@@ -21,7 +21,7 @@ pytest_plugins = ["pytester"]
 CONFTEST = """
 import os
 
-from deltaproof.conformance import plugin, suite
+from deltaproof.conformance import profiles
 from deltaproof.simulator import faults
 from deltaproof.simulator.errors import KitError
 from deltaproof.simulator.scenario import Scenario, Table, Workload
@@ -33,8 +33,7 @@ PLAN = [
     Scenario(name="refused-once", faults=(faults.StoreError(),), **SMALL),
     Scenario(name="never-struck", faults=(faults.ClockJump(rank=0, step=9, seconds=-60.0),), **SMALL),
 ]
-plugin.plan = lambda profile, engine, seed: PLAN
-plugin.missing = lambda target, engine: lambda scenario: None
+profiles.plan = lambda profile, engine, seed, target: PLAN
 run = VirtualEngine.run
 
 def noted(self, scenario, target="reference", **options):

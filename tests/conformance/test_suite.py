@@ -27,11 +27,11 @@ from deltaproof.conformance.report.timeline import MARKS_MAX, STORY_MAX, story, 
 from deltaproof.conformance.report.words import in_words
 from deltaproof.conformance.shrink import breaks, shrink
 from deltaproof.conformance.specimens import SPECIMENS
-from deltaproof.conformance.suite import CALM, FAMILIES, Run, Suite, describe, families, run_one
+from deltaproof.conformance.suite import CALM, FAMILIES, REPORTS_KEPT, Run, Suite, describe, families, run_one
 from deltaproof.conformance.verdict import Report, Verdict, Violation
 from deltaproof.simulator import faults
 from deltaproof.simulator.errors import KitError, ScenarioError
-from deltaproof.simulator.history import Event, History
+from deltaproof.simulator.history import Event, History, RankOutcome
 from deltaproof.simulator.scenario import PublisherConfig, Restart, Scenario, Table, Workload
 from deltaproof.simulator.virtual.engine import VirtualEngine
 
@@ -168,6 +168,47 @@ def test_two_halves_of_a_suite_make_the_whole(document: Document) -> None:
     merged = whole.document()
     assert merged.cells == document.cells
     assert [f.run.name for f in merged.failures] == [f.run.name for f in document.failures]
+
+
+class Raising:
+    """An engine whose target cannot be made; it counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, scenario: Scenario, target: str = "reference") -> History:
+        self.runs += 1
+        history = Model(scenario).run()
+        outcomes = [RankOutcome(o.rank, "error", 1, "TypeError: no", where="factory") for o in history.outcomes]
+        return dataclasses.replace(history, outcomes=outcomes)
+
+
+def test_a_target_that_cannot_be_started_is_asked_once() -> None:
+    engine, suite = Raising(), Suite("t", "virtual", "smoke", 0, [PLAIN, msgspec.structs.replace(PLAIN, name="other")])
+    for scenario in suite.scenarios:
+        suite.ask(engine, scenario)
+    assert engine.runs == 1
+    assert [run.verdict for run in suite.runs.values()] == ["broken", "not tested"]
+    assert suite.runs["other"].reason == "not asked: the target factory-raises"
+    assert "factory-raises" in to_html(suite.document())
+    assert 'name="factory-raises"' in to_junit(suite.document())
+    out = io.StringIO()
+    print_report(suite.document(), Console(file=out, width=150))
+    assert "factory-raises (in 1 runs): rank 0: TypeError: no" in out.getvalue()
+
+
+def test_of_many_failures_few_are_kept_and_all_are_counted() -> None:
+    plan = [msgspec.structs.replace(PLAIN, name=f"{n}", seed=n) for n in range(20)]
+    suite = Suite("t", "virtual", "nightly", 0, plan)
+    for scenario in plan:
+        report = judgement(scenario, True)
+        suite.add(Run(scenario, describe(report), report))
+    whole = [run for run in suite.runs.values() if run.findings[0].violations[0].events]
+    assert len(whole) == REPORTS_KEPT
+    assert suite.cell("terminates", CALM).broken == 20
+    suite.explain(lambda scenario: None, None, 1.0)
+    [failure] = suite.failures
+    assert {failure.shrunk_from, *failure.also} == {scenario.name for scenario in plan}
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
