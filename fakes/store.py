@@ -575,15 +575,24 @@ def _body_bytes(buffer: pa.Buffer | None) -> int:
     return buffer.size if buffer is not None else 0
 
 
+def one_batch(table: pa.Table) -> pa.RecordBatch:
+    """The rows of a table together. Raises BodyTooLarge for more than Arrow can count in one batch."""
+    merged = table.combine_chunks().to_batches()
+    if len(merged) > 1:
+        raise BodyTooLarge(f"{table.num_rows} rows hold more than one Arrow batch can: send fewer at a time")
+    if not merged:
+        return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in table.schema], schema=table.schema)
+    return merged[0]
+
+
 def check_batch(spec: ViewSpec, batch: pa.RecordBatch | pa.Table) -> _Batch:
     """Check a write against the view: columns, types, nulls, reserved key, finite values, one length per pk.
 
-    Raises SchemaMismatch, ReservedKey, NonFiniteValue or DimensionMismatch naming the view, table and key.
+    Raises SchemaMismatch, ReservedKey, NonFiniteValue, DimensionMismatch naming the view, table and key; BodyTooLarge.
     """
     where = f"view {spec.project}/{spec.name}"
     if isinstance(batch, pa.Table):
-        merged = batch.combine_chunks().to_batches()
-        batch = merged[0] if merged else pa.RecordBatch.from_pylist([], schema=batch.schema)
+        batch = one_batch(batch)
     want, schema = write_schema(spec.value_type), batch.schema
     names = schema.names
     if sorted(names) != sorted(want.names):
@@ -901,8 +910,8 @@ class Store:
         """Append a batch (columns of ``write_schema``), all rows under one ``ts`` (ms). All or nothing.
 
         Raises ViewNotFound, InvalidVersion, InvalidTimestamp, SchemaMismatch, ReservedKey, NonFiniteValue,
-        DimensionMismatch, InvalidParameter (too many tables), BodyTooLarge (out of memory). The store keeps references
-        to the batch's buffers: hand it memory that nobody changes.
+        DimensionMismatch, InvalidParameter (too many tables), BodyTooLarge (out of memory, or of what Arrow can count).
+        The store keeps references to the batch's buffers: hand it memory that nobody changes.
         """
         with self._lock:
             target = self._view(project, view)

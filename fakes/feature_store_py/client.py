@@ -151,15 +151,12 @@ class DynamicEmbeddingFeatureView:
         names = [self.pk_field, self.sk_field, self.embedding_field]
         if sorted(batch.schema.names) != sorted(names):
             raise ValueError(f"view {self.name}: columns {batch.schema.names}, want {names}")
-        if isinstance(batch, pa.Table):
-            merged = batch.combine_chunks().to_batches()
-            if not merged:
-                return
-            batch = merged[0]
-        wire = batch.select(names).rename_columns(["pk", "sk", "embedding"])
-        for start in range(0, wire.num_rows, self._batch_size):
-            part = wire.slice(start, self._batch_size)
-            self._submit(part.num_rows, self._transport.write_arrow, part, version, ts)
+        # Several, where a table holds more than one batch can.
+        wholes = batch.combine_chunks().to_batches() if isinstance(batch, pa.Table) else [batch]
+        for wire in (whole.select(names).rename_columns(["pk", "sk", "embedding"]) for whole in wholes):
+            for start in range(0, wire.num_rows, self._batch_size):
+                part = wire.slice(start, self._batch_size)
+                self._submit(part.num_rows, self._transport.write_arrow, part, version, ts)
 
     def _check_mode(self, write_mode: str) -> None:
         if write_mode != "MERGE":
@@ -245,6 +242,13 @@ class DynamicEmbeddingFeatureView:
         found = self.read_changes_batches(version, ts)
         assert found.next_ts is not None
         return found.read_all(), found.next_ts
+
+    def data_plane(self) -> tuple[str, dict[str, str]]:
+        """URL of this view's routes on the data plane, and the headers that every request to them has: for clients in
+        other languages. LookupError for a view in process, which has none."""
+        if not isinstance(self._transport, HttpTransport):
+            raise LookupError(f"view {self.name} lies in this process: it has no address")
+        return self._transport.table(self._spec)
 
     def high_water_ts(self, version: str) -> int:
         """Ours: the greatest ts the version holds, 0 when empty."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import FakeError, InvalidParameter, MalformedBody, SchemaMismatch
-from ..store import ViewSpec, write_schema
+from ..store import ViewSpec, one_batch, write_schema
 
 ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
@@ -114,8 +114,7 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
             batch.validate(full=True)
         if len(batches) == 1:
             return batches[0]
-        merged = pa.Table.from_batches(batches, schema=schema).combine_chunks().to_batches()
-        return merged[0] if merged else pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
+        return one_batch(pa.Table.from_batches(batches, schema=schema))
     except (pa.ArrowException, OSError, ValueError, struct.error, IndexError, TypeError) as error:
         raise MalformedBody(f"Arrow: not a valid IPC stream ({str(error)[:200]})") from None
 
@@ -183,7 +182,7 @@ def rows_to_batch(content: Any, spec: ViewSpec) -> pa.RecordBatch:
     if bytes(text[:1]) != b"[":
         raise InvalidParameter("content: want a list of rows")
     windows = [_window_to_batch(window, before, spec) for before, window in _row_windows(text)]
-    return windows[0] if len(windows) == 1 else pa.Table.from_batches(windows).combine_chunks().to_batches()[0]
+    return windows[0] if len(windows) == 1 else one_batch(pa.Table.from_batches(windows))
 
 
 def _row_windows(rows: memoryview) -> Iterator[tuple[int, Any]]:

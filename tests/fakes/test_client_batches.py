@@ -14,7 +14,14 @@ import pytest
 import urllib3
 from urllib3.connection import HTTPConnection
 
-from deltaproof.fakes.feature_store_py import Batches, DynamicEmbeddingFeatureView, FeatureStoreClient, TransportError
+from deltaproof.fakes.errors import BodyTooLarge
+from deltaproof.fakes.feature_store_py import (
+    Batches,
+    DynamicEmbeddingFeatureView,
+    FeatureStoreClient,
+    TransportError,
+    in_process_client,
+)
 from deltaproof.fakes.feature_store_py import transport as transports
 from deltaproof.fakes.server import FeatureStoreServer, windows
 from deltaproof.fakes.server.faults import ResetFault, SlowBodyFault, TruncateFault
@@ -285,3 +292,24 @@ def test_a_retry_after_that_is_no_time_is_none(said: str, meant: float | None) -
     error = transports._refusal("POST x", 503, {"Retry-After": said}, b'{"Code": "ServiceUnavailable", "Message": ""}')
     assert (error.retry_after_s, error.code) == (meant, "ServiceUnavailable")
     assert transports._refusal("POST x", 503, {}, b"<html>").retry_after_s is None
+
+
+@pytest.mark.soak
+def test_a_table_of_more_than_one_batch_can_hold_is_sent_whole_or_refused() -> None:
+    """Arrow joins chunks until its 32-bit offsets are full, then begins another: 2.2 GB of names here."""
+    store = Store(lambda: 0)
+    make_view(store)
+    chunk, chunks, rows = 100_000, 22, 2_200_000
+    embedding = pa.ListArray.from_arrays(
+        pa.array(np.arange(chunk + 1, dtype=np.int32)), pa.array(np.zeros(chunk, "f4"))
+    )
+    columns = [pa.repeat("x" * 1000, chunk), pa.array(np.arange(chunk)), embedding]
+    table = pa.Table.from_arrays([pa.chunked_array([column] * chunks) for column in columns], ["pk", "sk", "embedding"])
+    with pytest.raises(BodyTooLarge, match="2200000 rows hold more than one Arrow batch can"):
+        store.write(PROJECT, VIEW, table, version=VERSION, ts=5)
+    view = Backend("in-process", store, lambda name: in_process_client(store, name), None).view()
+    sent = []
+    view._transport.write_arrow = lambda _, batch, *__: sent.append(batch.num_rows)  # type: ignore[method-assign]
+    view._batch_size = chunk
+    view.write_features_arrow(table.rename_columns(["embedding_name", "key_id", "embedding"]), VERSION, ts=5)
+    assert view.write_flush()["success_records"] == sum(sent) == rows
