@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..simulator.errors import ScenarioError
 from ..simulator.faults import LeakyError, RankKill, RankRaise, StoreTokenRevoked
 from ..simulator.scenario import Scenario
 from ..simulator.seams import CAPABILITIES, check_factory, claimed, claims, seam_of
@@ -76,6 +77,8 @@ def missing(target: str, engine: str) -> Callable[[Scenario], str | None]:
     Raises ScenarioError for a target that cannot be found, or cannot run on that engine at all.
     """
     has = capabilities(target)
+    if engine == "virtual" and target.startswith("exec:"):
+        raise ScenarioError(f"{target}: a program runs in real time: use the process engine (--engine processes)")
     lacks: Callable[[Scenario], str | None] = lambda scenario: None  # noqa: E731
     if engine == "virtual":
         from ..simulator.virtual.engine import lacks
@@ -84,6 +87,8 @@ def missing(target: str, engine: str) -> Callable[[Scenario], str | None]:
         for name, what in needs(scenario).items():
             if name not in has:
                 return f"the target does not claim {name!r}: {what}"
+        if target.startswith("exec:") and any(fault.family == "clock" for fault in scenario.faults):
+            return "a clock fault shifts the clocks of the rank's process, and the program reads its own"
         lacking = lacks(scenario)
         return None if lacking is None else f"the engine {engine} has {lacking}"
 

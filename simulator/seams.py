@@ -66,7 +66,7 @@ def claimed(factory: Callable[..., Any], name: str) -> frozenset[str]:
     """Capabilities of a factory that users call ``name``. Raises ScenarioError when it claims what there is not."""
     found = getattr(factory, "capabilities", DEFAULT)
     try:
-        found = frozenset(found)
+        found = frozenset(found() if callable(found) else found)
     except TypeError:
         raise ScenarioError(f"target {name!r}: its capabilities are {found!r}; want names in a set") from None
     if unknown := sorted(str(each) for each in found - CAPABILITIES.keys()):
@@ -146,7 +146,9 @@ def adapt(
     made = factory(context)
     if check_calls(made, name, restart=scenario.workload.checkpoint_every_steps > 0) == "publisher":
         return cast(PublisherTarget, made)
-    fed = FedUploader(made, context, opens_view="feature-store" in claimed(factory, name))
+    # Who has to be asked what it can do, a program, writes to the fake: it has no way to say what another store holds.
+    to_fake = callable(getattr(factory, "capabilities", None)) or "feature-store" in claimed(factory, name)
+    fed = FedUploader(made, context, opens_view=to_fake)
     return cast(PublisherTarget, fed)  # without the calls of a restart, which no uploader is asked
 
 

@@ -637,17 +637,21 @@ class HttpTransport:
         )
         self._ask("create_feature_view", self._instance, request)
 
+    def table(self, view: ViewSpec) -> tuple[str, dict[str, str]]:
+        """URL of a view's routes on the data plane, and the headers that every request to them has."""
+        address, token = self._featuredb
+        parts = "/".join(quote(part, safe="") for part in (self._instance, view.project, view.name))
+        return f"{address}/api/v1/tables/{parts}", {"Authorization": token, "Auth": self._login}
+
     def _open(
         self, method: str, view: ViewSpec, path: str, query: dict[str, Any], body: Any = None, extra: Any = None
     ) -> tuple[Any, _Body]:
         """One data-plane call: the headers and the body, not yet read, of a 200. Raises TransportError."""
         from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, ReadTimeoutError
 
-        address, token = self._featuredb
-        parts = "/".join(quote(part, safe="") for part in (self._instance, view.project, view.name))
         text = "&".join(f"{key}={quote(str(value), safe='')}" for key, value in query.items() if value is not None)
-        url = f"{address}/api/v1/tables/{parts}/{path}?{text}"
-        headers = {"Authorization": token, "Auth": self._login, **(extra or {})}
+        table, login = self.table(view)
+        url, headers = f"{table}/{path}?{text}", {**login, **(extra or {})}
         what = f"{method} {path}"
         try:
             response = self._pool.request(method, url, body=body, headers=headers, preload_content=False)
