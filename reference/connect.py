@@ -22,7 +22,7 @@ def connect(settings: Settings) -> Any:
     """A `feature_store_py` client, with fresh credentials from the default chain and the FeatureDB login variables.
 
     Raises:
-        PublisherError: a package is missing, no source has a credential, or the store refused it.
+        PublisherError: a package is missing, no source has a credential, a variable is not set, or the store refused.
     """
     try:
         from alibabacloud_credentials.client import Client as CredentialClient
@@ -40,12 +40,14 @@ def connect(settings: Settings) -> Any:
 
 def _make(credential_client: Any, store_client: Any, settings: Settings) -> Any:
     """A client, or the PublisherError that says why there is none."""
+    username, password = os.environ.get("FEATUREDB_USERNAME"), os.environ.get("FEATUREDB_PASSWORD")
+    if not username or not password:
+        return PublisherError("no FeatureDB login: set FEATUREDB_USERNAME and FEATUREDB_PASSWORD")
     try:
         with _discreet():
             credential = credential_client().get_credential()
     except Exception as error:
         return PublisherError(f"no credential in the default chain: {_said(error)}", retriable=True)
-    username, password = os.environ.get("FEATUREDB_USERNAME"), os.environ.get("FEATUREDB_PASSWORD")
     login = base64.b64encode(f"{username}:{password}".encode()).decode()
     remember(credential.access_key_id, credential.access_key_secret, credential.security_token, password, login)
     try:

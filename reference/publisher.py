@@ -261,7 +261,8 @@ class Publisher:
         except (RuntimeError, DeltaError) as left:  # UploadError, PublisherError, and what the source says
             if error is None:
                 raise
-            error.add_note(f"while closing the publisher: {left}")
+            if str(left) != str(error):
+                error.add_note(f"while closing the publisher: {left}")
 
     def _flush_last(self, step: int) -> None:
         self._publish(step, "final")

@@ -43,8 +43,9 @@ class UploadError(RuntimeError):
     """
 
     def __init__(self, what: str, *, rank: int, rows: int, unacknowledged: tuple[int, ...], spilled: int = 0) -> None:
-        kept = f" ({spilled} of the rows were spilled)" if spilled else ""
-        super().__init__(f"rank {rank}: {what}; not acknowledged: {rows} rows of steps {list(unacknowledged)}{kept}")
+        left = f"; not acknowledged: {rows} rows of steps {list(unacknowledged)}" if unacknowledged else ""
+        left += f" ({spilled} of the rows were spilled)" if spilled else ""
+        super().__init__(f"rank {rank}: {what}{left}")
         self.step = unacknowledged[0] if unacknowledged else None
         self.what, self.rows, self.unacknowledged, self.spilled = what, rows, unacknowledged, spilled
 

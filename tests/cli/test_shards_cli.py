@@ -168,11 +168,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     store = ["--endpoint", view.endpoint]
     cases: list[tuple[list[str], dict[str, str], str]] = [
         (["nowhere", *store], LOGIN, "there is no nowhere"),
-        (["s3://key:hunter2@bucket/x", *store], LOGIN, "holds credentials"),
+        (["s3://key:hunter2@bucket/x", *store], LOGIN, "holds a login"),
         (["kept", *store, "--version", "v7"], LOGIN, "there are shards of project 'deltaproof' view 'v' version 'v1'"),
         (["other", *store], LOGIN, "no view 'gone' in project 'deltaproof'"),
         (["kept", "--endpoint", "http://store.example"], LOGIN, "clear text"),
-        (["kept", *store], LOGIN | {"FEATUREDB_PASSWORD": ""}, "featuredb_password"),
+        (["kept", *store], LOGIN | {"FEATUREDB_PASSWORD": ""}, "FEATUREDB_PASSWORD"),
         (["kept", "--endpoint", "127.0.0.1:1"], LOGIN, "cannot be reached"),
         (["kept", *store, "--json", "no/such/folder/report.json"], LOGIN, "No such file or directory"),
         ([], LOGIN, "Missing argument"),

@@ -225,6 +225,17 @@ def test_a_package_that_is_missing_is_named_with_the_remedy(
     assert not caught.value.retriable
 
 
+@pytest.mark.parametrize("variable", ["FEATUREDB_USERNAME", "FEATUREDB_PASSWORD"])
+def test_a_missing_login_is_named_before_anything_is_asked_for(
+    kit: Any, credentials: CredentialServer, monkeypatch: Any, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(PublisherError, match="set FEATUREDB_USERNAME and FEATUREDB_PASSWORD") as caught:
+        connect(kit.settings(endpoint="127.0.0.1:1"))
+    assert not caught.value.retriable
+    assert not credentials.vault.secrets()
+
+
 class Unauthorized(Exception):
     status = 401
 

@@ -583,3 +583,16 @@ def test_a_model_with_dynamic_tables_is_published_with_them(
         publisher.finish(1)
     assert told == [("model", dynamic)]
     assert set(client.view.stored) == {(A, 1), ("m.d.embeddings.t", 2**63 - 1)}
+
+
+def test_an_error_that_closing_only_repeats_is_told_once(kit: Any, source: Any, client: Any) -> None:
+    def run() -> None:
+        with publisher_of(kit, source, client) as publisher:
+            publisher.start()
+            client.view.script = ["fatal"]
+            source.train(A, [1], 1.0)
+            publisher.finish(1)
+
+    with pytest.raises(UploadError, match="no access") as caught:
+        run()
+    assert not hasattr(caught.value, "__notes__")

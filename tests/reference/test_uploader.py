@@ -576,7 +576,7 @@ def test_the_high_water_mark_is_asked_for_again_and_then_missed(kit: Any) -> Non
     assert uploader.ts_last == 7000
     uploader.close()
     answers[:] = [kit.error("busy", status=503)] * 3
-    with pytest.raises(UploadError, match="rank 4: the store's greatest ts cannot be read: ConnectionError: busy"):
+    with pytest.raises(UploadError, match=r"rank 4: the store's greatest ts cannot be read: ConnectionError: busy$"):
         Uploader(view, kit.settings(retry_attempts_max=3), 4, 8).start()
     assert not answers
 
