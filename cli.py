@@ -408,7 +408,7 @@ def serve(
                     if store.set_aside is not None:
                         err.print(Text(f"lost: what followed the damage is set aside in {store.set_aside}"))
             if tls and certificate is None:
-                folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="deltaproof-tls-"))
+                folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix=f"deltaproof-{os.getpid()}-tls-"))
                 certificate = self_signed(Path(folder), host)
             run_forever(host, port, ready=ready, data_dir=data_dir, fsync=fsync, tls=certificate)  # type: ignore[arg-type]
     except (CannotListen, DataDirError, TlsError) as error:

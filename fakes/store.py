@@ -72,6 +72,7 @@ _WINDOW: Final = 2**20  # elements that are indexed one by one at a time
 _HALF: Final = np.uint64(32)
 _NEVER: Final = np.iinfo(np.int64).min  # a ts below any
 NAME_LENGTH_MAX: Final = 256
+PK_LENGTH_MAX: Final = 1024  # of an embedding name
 SHOWN_CHARS_MAX: Final = 80  # of a value that an error quotes
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _ARROW_TYPES: Final[dict[str, pa.DataType]] = {"float32": pa.float32(), "uint8": pa.uint8()}
@@ -650,8 +651,8 @@ def _group(
     for name, rows in _rows_by_name(pk):
         if len(groups) == TABLES_MAX:
             raise InvalidParameter(f"{where}: over {TABLES_MAX} different embedding names in one write: send fewer")
-        if not name or len(name) > 4 * NAME_LENGTH_MAX:
-            raise SchemaMismatch(f"{where}: embedding name {name[:80]!r} is empty or too long")
+        if not 0 < len(name) <= PK_LENGTH_MAX:
+            raise SchemaMismatch(f"{where}: embedding name {name[:80]!r}: want 1 to {PK_LENGTH_MAX} characters")
         dim = same
         if dim is None:
             lengths = (offsets[1:] - offsets[:-1])[rows]

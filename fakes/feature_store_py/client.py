@@ -124,12 +124,12 @@ class DynamicEmbeddingFeatureView:
     ) -> None:
         """Queue rows ``{pk_field: str, sk_field: int, embedding_field: numbers}`` for the JSON route.
 
-        Raises ValueError for another write mode, TypeError for what is no list of rows and for values JSON has no form
-        for, RuntimeError after close.
+        Raises ValueError for another write mode or an impossible ``_batch_size``, TypeError for what is no list of rows
+        and for values JSON has no form for, RuntimeError after close.
         """
         self._check_mode(write_mode)
         rows = inputs.rows(data)
-        parts = [rows[start : start + self._batch_size] for start in range(0, len(rows), self._batch_size)]
+        parts = [rows[part] for part in self._parts(len(rows))]
         for part, body in [(part, inputs.encoded(part)) for part in parts]:
             self._submit(len(part), self._transport.write_rows, body, version, ts)
 
@@ -142,8 +142,8 @@ class DynamicEmbeddingFeatureView:
     ) -> None:
         """Queue a batch whose columns bear the view's field names; split at ``_batch_size`` rows.
 
-        Raises ValueError for another write mode or other columns, TypeError for what is no batch, RuntimeError after
-        close.
+        Raises ValueError for another write mode, other columns or an impossible ``_batch_size``, TypeError for what is
+        no batch, RuntimeError after close.
         """
         self._check_mode(write_mode)
         if not isinstance(batch, pa.RecordBatch | pa.Table):
@@ -154,9 +154,14 @@ class DynamicEmbeddingFeatureView:
         # Several, where a table holds more than one batch can.
         wholes = batch.combine_chunks().to_batches() if isinstance(batch, pa.Table) else [batch]
         for wire in (whole.select(names).rename_columns(["pk", "sk", "embedding"]) for whole in wholes):
-            for start in range(0, wire.num_rows, self._batch_size):
-                part = wire.slice(start, self._batch_size)
-                self._submit(part.num_rows, self._transport.write_arrow, part, version, ts)
+            for part in self._parts(wire.num_rows):
+                self._submit(part.stop - part.start, self._transport.write_arrow, wire[part], version, ts)
+
+    def _parts(self, rows: int) -> list[slice]:
+        """Of at most ``_batch_size`` rows. Raises ValueError for a size with which rows would be left out."""
+        if self._batch_size < 1:
+            raise ValueError(f"view {self.name}: _batch_size {self._batch_size}, want 1 or more")
+        return [slice(start, min(start + self._batch_size, rows)) for start in range(0, rows, self._batch_size)]
 
     def _check_mode(self, write_mode: str) -> None:
         if write_mode != "MERGE":

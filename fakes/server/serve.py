@@ -175,7 +175,8 @@ class FeatureStoreServer(LoopServed, Faulty[AnyFault]):
         if not self._tls:
             return None
         if isinstance(self._tls, bool):
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="deltaproof-tls-")
+            # Named as the process engine's folders: whoever is killed, its next run removes them.
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix=f"deltaproof-{os.getpid()}-tls-")
             certificate = self_signed(Path(self._folder.name), self._host)
         else:
             certificate = self._tls

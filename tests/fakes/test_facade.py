@@ -216,6 +216,12 @@ def test_misuse_is_refused_at_the_call(backend: Backend) -> None:
         view.write_features_arrow(many(1), VERSION, "REPLACE", 5)
     with pytest.raises(ValueError, match="columns"):
         view.write_features_arrow(many(1).drop_columns(["key_id"]), VERSION, ts=5)
+    for view._batch_size in (0, -1):  # with which a loop would send nothing
+        with pytest.raises(ValueError, match=f"_batch_size {view._batch_size}, want 1 or more"):
+            view.write_features_arrow(many(1), VERSION, ts=5)
+        with pytest.raises(ValueError, match=f"_batch_size {view._batch_size}, want 1 or more"):
+            view.write_features([{"embedding_name": "t", "key_id": 1, "embedding": [1.0]}], VERSION, ts=5)
+    view._batch_size = 1000
     view.close(wait=True)
     with pytest.raises(RuntimeError, match="after close"):
         view.write_features_arrow(many(1), VERSION, ts=5)

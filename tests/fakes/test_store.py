@@ -29,6 +29,7 @@ from deltaproof.fakes.errors import (
 )
 from deltaproof.fakes.store import (
     DIM_MAX,
+    PK_LENGTH_MAX,
     REPLY_BYTES_MAX,
     SCAN_BYTES_MAX,
     TABLES_MAX,
@@ -237,8 +238,8 @@ def test_a_clock_that_steps_back_expires_nothing_early(clock: Clock) -> None:
         (rows(["t"], [None], [[1.0]]), SchemaMismatch, ["sk", "null"]),  # type: ignore[list-item]
         (rows(["t"], [5], [None]), SchemaMismatch, ["embedding", "null"]),  # type: ignore[list-item]
         (rows(["t"], [5], [[None]]), SchemaMismatch, ["embedding", "null"]),  # type: ignore[list-item]
-        (rows([""], [5], [[1.0]]), SchemaMismatch, ["empty"]),
-        (rows(["t" * 2000], [5], [[1.0]]), SchemaMismatch, ["too long"]),
+        (rows(["t" * 1025], [5], [[1.0]]), SchemaMismatch, ["want 1 to 1024 characters"]),
+        (rows([""], [5], [[1.0]]), SchemaMismatch, ["want 1 to 1024 characters"]),
         (rows(["t"], [5], [[1]], pa.uint8()), SchemaMismatch, ["uint8"]),
         (rows(["t"], [5], [[1.0]], pa.float64()), SchemaMismatch, ["double"]),
         (rows(["t"], [5], [[1.0]]).drop_columns(["sk"]), SchemaMismatch, ["columns"]),
@@ -541,4 +542,5 @@ def test_the_bounds_stand_in_the_docs() -> None:
     text = " ".join(PAGE.split())
     assert f"of more than {DIM_MAX:,} numbers" in text
     assert f"more than {TABLES_MAX:,} tables" in text
+    assert f"more than {PK_LENGTH_MAX:,} characters" in text
     assert f"Lookups of over {REPLY_BYTES_MAX >> 20} MiB" in text
