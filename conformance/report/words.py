@@ -35,7 +35,7 @@ def _sentences(s: Scenario) -> Iterator[str]:
     else:
         often = f"every {publisher.every_minutes:g} minutes, and a step takes {work.step_seconds:g} s"
     yield (
-        f"Each rank publishes the rows that changed {often}, {publisher.batch_size} rows to a request, and what is "
+        f"Each rank publishes the rows that changed {often}, {_count(publisher.batch_size, 'row')} to a request, and what is "
         "left at the end."
     )
     if work.eval_every_steps:

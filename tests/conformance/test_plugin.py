@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from deltaproof.conformance import profiles
 from deltaproof.conformance.check import load
 from deltaproof.conformance.properties import PROPERTIES
 from deltaproof.conformance.report.document import from_json
+from deltaproof.simulator.virtual.engine import VirtualEngine
 
 pytest_plugins = ["pytester"]
 
@@ -61,7 +63,10 @@ QUICK = (TARGET, "--deltaproof-engine=virtual", "--deltaproof-shrink-s=0.2", "-p
 
 
 @pytest.fixture
-def foreign(pytester: pytest.Pytester) -> pytest.Pytester:
+def foreign(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A repository with a conftest.py of its own. What that replaces in this process is put back afterwards."""
+    monkeypatch.setattr(VirtualEngine, "run", VirtualEngine.run)
+    monkeypatch.setattr(profiles, "plan", profiles.plan)
     pytester.makeconftest(CONFTEST)
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     return pytester
