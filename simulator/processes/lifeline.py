@@ -19,7 +19,11 @@ def die_with_parent(supervisor_pid: int = 0) -> None:
     The kernel signals the death of the parent, which may be a forkserver or an agent of torchrun; a thread waits for
     the end of the process that asked for this one, because the parent may have been gone before this line ran.
     ``supervisor_pid``: that process, where multiprocessing did not start this one.
+
+    What this process starts itself is to end with it: it becomes a session of its own, which can be ended as a whole.
     """
+    with contextlib.suppress(PermissionError):  # it is one already
+        os.setsid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from deltaproof.conformance.check import load
 from deltaproof.simulator.faults import REGISTRY, RankKill
 from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
@@ -186,18 +187,18 @@ def test_a_fault_that_never_fires_exits_3_and_json_says_so(cli) -> None:
 
 def test_explore_draws_the_count_and_the_same_seed_repeats(cli) -> None:
     def explored() -> dict:
-        ended = cli.run("explore", "--count", "4", "--seed", "3", "--ranks-max", "2", "--json")
+        ended = cli.run("explore", "--count", "3", "--seed", "3", "--ranks-max", "2", "--json")
         assert ended.returncode == 0, ended
         return json.loads(ended.stdout)
 
     first, second = explored(), explored()
-    assert first["runs"] == 4
-    assert first["verdicts"] == second["verdicts"]
-    assert first["rows_compared"] == second["rows_compared"]
+    assert first["runs"] == 3
+    assert first["drawn"] == second["drawn"]
+    assert len(set(first["drawn"])) > 1
 
 
 def test_explore_finds_and_shrinks_a_specimen_with_two_jobs(cli) -> None:
-    args = ["--count", "6", "--seed", "1", "--jobs", "2", "--target", "specimen:S02", "--shrink-s", "5"]
+    args = ["--count", "4", "--seed", "1", "--jobs", "2", "--target", "specimen:S02", "--shrink-s", "3"]
     ended = cli.run("explore", *args, "--json")
     assert ended.returncode == 1, ended
     failures = json.loads(ended.stdout)["failures"]
@@ -391,7 +392,8 @@ def ranks_of_torchrun(cli) -> list:
 
 def nothing_is_left(cli) -> None:
     """With the processes, the ports they listened on are gone."""
-    until(lambda: not cli.left_over(), "every process to be gone")
+    # At once: without the store and the folder they would come to an end some time, too.
+    until(lambda: not cli.left_over(), "every process to be gone", 10)
     until(lambda: os.listdir(cli.temporary) == [], "the folder to be removed")
 
 

@@ -222,9 +222,10 @@ class IgnoresSigterm(Silent):
 
 
 class LeavesAChild(Silent):
-    """Starts a process that would outlive it."""
+    """Starts a process that would outlive it, in the session that the rank is the leader of."""
 
     def start(self) -> None:
+        assert os.getsid(0) == os.getpid()
         self.child = subprocess.Popen(["sleep", "600"])
 
 

@@ -1,5 +1,6 @@
 """What is known of ranks whose time is over: also of those that cannot answer any more."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -145,6 +146,10 @@ def test_what_a_rank_started_ends_with_it(engine) -> None:
     history = engine.run(SHORT, "deltaproof_test_targets:LeavesAChild")
     assert history.succeeded
     sessions = {e.data["pid"] for e in history.events if e.kind == "rank-start"}
-    left = [p for p in psutil.process_iter() if os.getsid(p.pid) in sessions and p.status() != psutil.STATUS_ZOMBIE]
     assert len(sessions) == 2
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
     assert left == []
