@@ -180,7 +180,8 @@ def scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12, 
         ),
         publisher=publisher,
         faults=tuple(planned),
-        deadlines=Deadlines(run_s=60.0, grace_s=10.0),
+        # Long, because nothing that goes well waits for them, and a machine may have a lot else to do.
+        deadlines=Deadlines(run_s=120.0, grace_s=30.0),
     ).checked()
 
 
