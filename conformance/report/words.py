@@ -34,10 +34,8 @@ def _sentences(s: Scenario) -> Iterator[str]:
         often = "every step" if publisher.every_steps == 1 else f"every {publisher.every_steps} steps"
     else:
         often = f"every {publisher.every_minutes:g} minutes, and a step takes {work.step_seconds:g} s"
-    yield (
-        f"Each rank publishes the rows that changed {often}, {_count(publisher.batch_size, 'row')} to a request, and what is "
-        "left at the end."
-    )
+    size = _count(publisher.batch_size, "row")
+    yield f"Each rank publishes the rows that changed {often}, {size} to a request, and what is left at the end."
     if work.eval_every_steps:
         every = _count(work.eval_every_steps, "step")
         yield f"After every {every} it evaluates on other ids, which must not be published."
