@@ -155,7 +155,9 @@ class Disk:
 
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         folder, name, node = self._find(path, dir_fd)
-        if node is None:
+        if flags & os.O_TMPFILE == os.O_TMPFILE and isinstance(node, _Folder):
+            node = _File(next(self._numbers))  # without a name
+        elif node is None:
             if not flags & os.O_CREAT:
                 raise _error(errno.ENOENT, path)
             node = _File(next(self._numbers))

@@ -5,7 +5,9 @@ What an object holds counts, not what this Python takes for it: that depends on 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import types
 from collections import deque
 from collections.abc import Iterable
@@ -36,7 +38,9 @@ def held_bytes(roots: Iterable[object]) -> int:
         if id(each) in seen or isinstance(each, _ENDS) or type(each).__module__.startswith(_OTHERS):
             continue
         seen.add(id(each))
-        if isinstance(each, np.ndarray):
+        if isinstance(each, io.IOBase):  # the streams of the process, which every thread knows, and other files
+            total += len(each.getbuffer()) if isinstance(each, io.BytesIO) else 0
+        elif isinstance(each, np.ndarray):
             waiting.append(each.base)
             if each.base is None:
                 buffers[each.__array_interface__["data"][0]] = each.nbytes
@@ -47,6 +51,8 @@ def held_bytes(roots: Iterable[object]) -> int:
         else:
             width = next((width for kind, width in _WIDTHS.items() if isinstance(each, kind)), 0)
             total += OBJECT_BYTES + (width and width * len(each))
+            with contextlib.suppress(AttributeError):
+                object.__getattribute__(each, "__dict__")  # is made when somebody asks for it, and seen below only then
             waiting += gc.get_referents(each)
     return total + sum(buffers.values())
 

@@ -15,9 +15,9 @@ from deltaproof.conformance.judge import judge
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.catalogue import demo_scenarios
 from deltaproof.simulator.explore import explore
-from deltaproof.simulator.faults import RankKill, StoreError
+from deltaproof.simulator.faults import DiskCrash, DiskError, RankKill, StoreError
 from deltaproof.simulator.history import History
-from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
+from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Restart, Scenario, Table, Workload
 from deltaproof.simulator.strategies import scenarios
 from deltaproof.simulator.virtual.engine import VirtualEngine
 from deltaproof.simulator.virtual.scheduler import ScheduleDiverged, SimulationError
@@ -29,6 +29,25 @@ SMALL = Scenario(
     workload=Workload(steps=5),
     publisher=PublisherConfig(every_steps=2),
     faults=(StoreError(skip=1),),
+)
+
+
+#: Whatever else a run can have in it: files, machines that go down, a restart, int8 rows, memory that is counted.
+RICH = Scenario(
+    name="rich",
+    tables=(Table(name="item", rows=40), Table(name="city", rows=20, sharding="data_parallel")),
+    workload=Workload(steps=5, checkpoint_every_steps=2),
+    publisher=PublisherConfig(
+        every_steps=2, retain=True, spill=True, readback=True, embedding_type="int8", queue_bytes_max=100
+    ),
+    faults=(StoreError(skip=1), DiskError(rank=1, nth=2), DiskCrash(rank=0, nth=3)),
+    restarts=(Restart(),),
+)
+#: And tables that make no checkpoints.
+DYNAMIC = msgspec.structs.replace(
+    SMALL,
+    name="dynamic",
+    tables=(*SMALL.tables, Table(name="ad", owner="dyn", rows=40, sharding="dynamic", capacity=8, missing=0.5)),
 )
 
 
@@ -46,6 +65,7 @@ def digest(history: History) -> str:
     made = hashlib.sha256()
     made.update(msgspec.json.encode([history.events, history.outcomes, history.fired, history.stacks], enc_hook=str))
     made.update(repr(history.schedule).encode())
+    made.update(repr([(s.path, s.manifest, s.damage) for s in history.retained or []]).encode())
     for table in (history.writes, history.strays, history.final):
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -99,11 +119,13 @@ def test_the_same_scenario_gives_the_same_bytes(scenario: Scenario) -> None:
 def test_another_process_and_hash_seed_give_the_same_bytes() -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_engine as t\n"
-        "for target in ('reference', t.target('Threaded')):\n"
-        "    print(t.digest(t.VirtualEngine().run(t.SMALL, target)))"
+        "for scenario in (t.SMALL, t.RICH, t.DYNAMIC):\n"
+        "    print(t.digest(t.VirtualEngine().run(scenario)))\n"
+        "print(t.digest(t.VirtualEngine().run(t.SMALL, t.target('Threaded'))))"
     )
     sys.path.insert(0, str(HERE))
-    expected = [digest(VirtualEngine().run(SMALL, name)) for name in ("reference", target("Threaded"))]
+    runs = [(SMALL, "reference"), (RICH, "reference"), (DYNAMIC, "reference"), (SMALL, target("Threaded"))]
+    expected = [digest(VirtualEngine().run(*run)) for run in runs]
     for hash_seed in ("0", "1", "12345"):
         environment = {
             **os.environ,

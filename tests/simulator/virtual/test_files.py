@@ -114,6 +114,9 @@ def test_text_temporary_files_and_descriptors_work() -> None:
             named.seek(0)
             held = named.read()
         os.replace(named.name, f"{ROOT}/placed")
+        with tempfile.TemporaryFile(dir=ROOT) as nameless:
+            assert nameless.write(b"xyz") == 3
+            assert sorted(os.listdir(ROOT)) == ["placed", "text"]
         descriptor, path = tempfile.mkstemp(dir=ROOT)
         os.write(descriptor, b"12345")
         os.ftruncate(descriptor, 3)

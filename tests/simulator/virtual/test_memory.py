@@ -1,6 +1,7 @@
 """What a target holds is counted once, in whichever form, and what is not its own is left out."""
 
 import functools
+import io
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ FORMS: dict[str, Callable[[], object]] = {
     "batches": lambda: table().to_batches(max_chunksize=100),
     "buffer": lambda: pa.py_buffer(bytes(MANY)),
     "bytes": lambda: bytes(MANY),
+    "file in memory": lambda: io.BytesIO(bytes(MANY)),
     "text": lambda: "x" * MANY,
     "rows of numbers": lambda: [{"key": n, "row": [float(n), -float(n)]} for n in range(3_500)],
     "queue": lambda: deque([bytes(MANY)]),
