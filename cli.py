@@ -125,6 +125,7 @@ FAILURES = Path("deltaproof-failures")
 app.command()(cli_histories.show)
 app.command()(cli_histories.check)
 app.command()(cli_conform.conform)
+app.command()(cli_conform.init_target)
 
 
 @app.callback(invoke_without_command=True)

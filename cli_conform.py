@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from .conformance.verdict import Report
     from .simulator.scenario import Scenario
 
-Kind = Literal["uploader", "publisher", "subprocess"]
 
 TargetArgument = Annotated[
     str, typer.Argument(help="package.module:factory, or exec:COMMAND (docs/protocol.md).", show_default=False)
@@ -44,6 +42,7 @@ def conform(
     """Ask a target everything that a profile has, and report what broke (docs/conformance.md)."""
     from . import cli
     from .conformance.check import check
+    from .conformance.engines import running
     from .conformance.profiles import plan
     from .conformance.report.document import to_json
     from .conformance.report.files import write
@@ -62,15 +61,15 @@ def conform(
     if not as_json:
         what = f"engine {engine}, profile {profile}, seed {seed}: {len(scenarios)} scenarios"
         cli.out.print(f"deltaproof conform: {target}, {what}", markup=False)
-    with _engine(engine) as running:
+    with running(engine) as started:
 
         def judged(scenario: Scenario) -> Report | None:
             try:
-                return None if why_not(scenario) else check(running, scenario, target)
+                return None if why_not(scenario) else check(started, scenario, target)
             except SimulatorError:
                 return None  # smaller than this it cannot be
 
-        _run(suite, running, {s.name: why for s in scenarios if (why := why_not(s))}, quiet=as_json)
+        _run(suite, started, {s.name: why for s in scenarios if (why := why_not(s))}, quiet=as_json)
         suite.explain(judged, cli.FAILURES if report is None else report / "failures", shrink_s)
     document = suite.document()
     if as_json:
@@ -84,17 +83,45 @@ def conform(
     raise typer.Exit({"held": 0, "broken": 1, "kit error": 4}.get(document.verdict, 3))
 
 
-@contextmanager
-def _engine(name: str) -> Iterator[Engine]:
-    if name == "virtual":
-        from .simulator.virtual.engine import VirtualEngine
+def init_target(
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if need be.", show_default=False)],
+    uploader: Annotated[bool, typer.Option("--uploader", help="It sends rows that it is given (default).")] = False,
+    publisher: Annotated[bool, typer.Option("--publisher", help="It follows a TorchRec model itself.")] = False,
+    subprocess: Annotated[bool, typer.Option("--subprocess", help="It is a program, in any language.")] = False,
+) -> None:
+    """Write a commented adapter, and a test file that runs as it is, for your own uploader or publisher."""
+    from . import cli
 
-        yield VirtualEngine()
-    else:
-        from .simulator.processes.engine import ProcessEngine
+    if uploader + publisher + subprocess > 1:
+        raise ScenarioError("--uploader, --publisher and --subprocess exclude one another")
+    kind = "publisher" if publisher else "program" if subprocess else "uploader"
+    texts = _texts(kind)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if there := [name for name in texts if (folder / name).exists()]:
+            raise ScenarioError(f"{folder / there[0]} is there already, and is not replaced; name another folder")
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise ScenarioError(f"cannot write to {folder}: {error.strerror or error}") from None
+    for name in texts:
+        cli.out.print(f"wrote {folder / name}", markup=False, soft_wrap=True)
+    engine = " --engine processes" if kind == "publisher" else ""
+    target = '"exec:python3 uploader.py"' if kind == "program" else "adapter:Adapter"
+    cli.out.print(f"next:\n  cd {shlex.quote(str(folder))}\n  pytest", markup=False, soft_wrap=True)
+    cli.out.print(f"  deltaproof conform {target}{engine} --report report", markup=False, soft_wrap=True)
 
-        with ProcessEngine() as engine:
-            yield engine
+
+def _texts(kind: str) -> dict[str, str]:
+    """File name -> text of what `init_target` writes."""
+    templates = files(f"{__package__}.conformance.templates")
+    adapter, test = ((templates / name).read_text() for name in (f"{kind}.py", "conformance_test.py"))
+    if kind != "program":
+        return {"adapter.py": adapter, "test_conformance.py": test}
+    here = "TARGET = f\"exec:{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).parent / 'uploader.py'))}\""
+    test = test.replace('TARGET = "adapter:Adapter"', here).replace("import sys\n", "import shlex\nimport sys\n")
+    test = test.replace('ENGINE = "virtual"  # or "processes": real', 'ENGINE = "processes"  # real')
+    return {"uploader.py": adapter, "test_conformance.py": test}
 
 
 def _run(suite: Suite, engine: Engine, not_tested: dict[str, str], quiet: bool) -> None:
