@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from .faults import (
     AnyFault,
     BadRow,
+    ClockDrift,
+    ClockFreeze,
     ClockJump,
     ClockOffset,
     ClockStall,
@@ -25,6 +27,7 @@ from .faults import (
     QuietTable,
     RankKill,
     RankRaise,
+    RankStall,
     RefusedVersion,
     ReservedKey,
     ShardCorrupted,
@@ -207,6 +210,12 @@ def wide_faults(draw: st.DrawFn, scenario: Scenario) -> AnyFault:
         ),
         (StoreTokenRevoked, later),
         (LeakyError, {"rank": whom["rank"], "nth": nth}),
+        (ClockDrift, {**whom, "step": step, "ppm": st.sampled_from([200.0, 500_000.0, -500_000.0])}),
+        (ClockFreeze, {**whom, "step": step}),
+        (
+            RankStall,
+            {**whom, "point": st.sampled_from([p for p, _ in _RANK_POINTS]), "nth": nth, "seconds": st.just(0.3)},
+        ),
         (ClockStall, {**whom, "step": step, "seconds": st.sampled_from([30.0, 200.0])}),
         (StorageReplaced, {**whom, "step": step}),
         (QuietTable, {"table": table, "step": step, "steps": nth}),
@@ -242,7 +251,8 @@ def wide_faults(draw: st.DrawFn, scenario: Scenario) -> AnyFault:
 @st.composite
 def wide_scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int = 12) -> Scenario:
     """Scenarios for an engine that carries out every fault: warm-ups, minutes, checkpoints, crashes and restarts on
-    other numbers of ranks, dynamic tables, retained and spilled shards with a readback, and every kind of fault."""
+    other numbers of ranks, dynamic tables, int8 rows, retained and spilled shards with a readback, and every kind of
+    fault."""
     base = draw(scenarios(world_size_max=world_size_max, steps_max=steps_max, faults_max=1))
     shapes = ["plain", "dynamic"] if any(isinstance(f, Exhaustion) for f in base.faults) else ["plain", *SHAPES]
     shape = draw(st.sampled_from(shapes))
@@ -251,6 +261,7 @@ def wide_scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int =
     publisher = msgspec.structs.replace(
         base.publisher,
         every_minutes=minutes,
+        embedding_type=draw(st.sampled_from(["float32", "float32", "int8"])),
         queue_steps_max=draw(st.sampled_from([8, 1])),
         retain=keeps,
         readback=keeps,
