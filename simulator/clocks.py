@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class SkewedClocks:
-    """The wall and the monotonic clock of one process.
+    """The wall and the monotonic clock of one process, as they are until they are told to be wrong.
 
     ``on_read`` is called with True at the first reading of the wall clock after a change of it, and with False at that
     of the monotonic clock.
@@ -22,6 +22,8 @@ class SkewedClocks:
         self._on_read = on_read
         self._wall_changed = self._monotonic_changed = False
         self._time_ns, self._time_monotonic_ns = time.time_ns, time.monotonic_ns
+        self._ppm, self._since_ns, self._gained_ns = 0.0, 0, 0
+        self._frozen_ns: int | None = None
 
     def shift(self, seconds: float) -> None:
         """Move the wall clock by ``seconds``; negative moves it backwards."""
@@ -29,10 +31,24 @@ class SkewedClocks:
         self._wall_changed = True
 
     def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass at once, by both clocks."""
-        self._wall_ns += round(seconds * 1e9)
+        """Let ``seconds`` pass at once, by both clocks; a frozen one stays where it is."""
+        if self._frozen_ns is None:
+            self._wall_ns += round(seconds * 1e9)
         self._monotonic_ns += round(seconds * 1e9)
         self._wall_changed = self._monotonic_changed = True
+
+    def drift(self, ppm: float) -> None:
+        """Let both clocks run so many parts in a million too fast from now on."""
+        self._gained_ns, self._since_ns, self._ppm = self._drifted_ns(), self._time_monotonic_ns(), ppm
+        self._wall_changed = self._monotonic_changed = True
+
+    def _drifted_ns(self) -> int:
+        return self._gained_ns + int((self._time_monotonic_ns() - self._since_ns) * self._ppm / 1e6)
+
+    def freeze(self) -> None:
+        """Let the wall clock stand still from now on."""
+        self._frozen_ns = self._time_ns() + self._drifted_ns()
+        self._wall_changed = True
 
     def install(self) -> None:
         """Replace the process's clocks for good: a rank's process lives for one run."""
@@ -44,10 +60,11 @@ class SkewedClocks:
         if self._wall_changed:
             self._wall_changed = False
             self._on_read(True)
-        return self._time_ns() + self._wall_ns
+        now_ns = self._time_ns() + self._drifted_ns() if self._frozen_ns is None else self._frozen_ns
+        return now_ns + self._wall_ns
 
     def monotonic_ns(self) -> int:
         if self._monotonic_changed:
             self._monotonic_changed = False
             self._on_read(False)
-        return self._time_monotonic_ns() + self._monotonic_ns
+        return self._time_monotonic_ns() + self._drifted_ns() + self._monotonic_ns

@@ -177,6 +177,26 @@ class RankKill(_AtPoint, frozen=True, kw_only=True, tag="rank-kill"):
     """A rank is ended by SIGKILL at the nth passage of a point: nothing of it runs any more, no buffer is flushed."""
 
 
+class RankStall(_AtPoint, frozen=True, kw_only=True, tag="rank-stall"):
+    """All of a rank stands still for ``seconds`` at the nth passage of a point, as under SIGSTOP or in a machine
+    that is moved, while its peers, the store and time go on. On the virtual engine: the thread that passes there."""
+
+    seconds: float = 0.5
+
+    def expect(self, scenario: Scenario) -> Expect:
+        limits = scenario.publisher.flush_timeout_s, scenario.publisher.close_timeout_s
+        return "tolerate" if self.seconds < min(limits) else "fail-loudly"
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        most = min(30.0, scenario.deadlines.run_s / 2)
+        if not 0 < self.seconds <= most:
+            found.append(
+                f"seconds is {self.seconds:g}; it must be over 0 and at most {most:g}, half of deadlines.run_s"
+            )
+        return found
+
+
 class ClockOffset(Fault, frozen=True, kw_only=True, tag="clock-offset"):
     """A rank's wall clock is wrong by ``seconds`` (positive: ahead) from its first step on."""
 
@@ -214,6 +234,26 @@ class ClockStall(_AtStep, frozen=True, kw_only=True, tag="clock-stall"):
         if self.seconds <= 0:
             found.append(f"seconds is {self.seconds:g}; a monotonic clock only goes forward")
         return found
+
+
+class ClockDrift(_AtStep, frozen=True, kw_only=True, tag="clock-drift"):
+    """From lockstep step ``step`` on, both clocks of a rank run ``ppm`` parts in a million too fast (negative: too
+    slow)."""
+
+    family: ClassVar[str] = "clock"
+    ppm: float
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        found = super().problems(scenario)
+        if not 0 < abs(self.ppm) <= 900_000:
+            found.append(f"ppm is {self.ppm:g}; it must be up to 900000 either way, and not 0")
+        return found
+
+
+class ClockFreeze(_AtStep, frozen=True, kw_only=True, tag="clock-freeze"):
+    """From lockstep step ``step`` on, a rank's wall clock stands still, while its monotonic clock goes on."""
+
+    family: ClassVar[str] = "clock"
 
 
 class DuplicateTable(Fault, frozen=True, kw_only=True, tag="duplicate-table"):
@@ -678,10 +718,13 @@ AnyFault = (
     Exhaustion
     | RankRaise
     | RankKill
+    | RankStall
     | CloseRaces
     | ClockOffset
     | ClockJump
     | ClockStall
+    | ClockDrift
+    | ClockFreeze
     | DuplicateTable
     | QuietTable
     | BadRow

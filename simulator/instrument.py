@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import _thread
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from .faults import InjectedFault, LeakyError, RankKill, RankRaise
+from .faults import InjectedFault, LeakyError, RankKill, RankRaise, RankStall
 from .scenario import Scenario
 
 #: What a write takes behind its rows, in the SDK's order.
@@ -27,7 +28,8 @@ class Recorder(Protocol):
 class Points:
     """Counts a rank's passages of the named points and strikes the faults planned there; thread-safe.
 
-    ``die`` ends the rank's process as SIGKILL does. ``secrets``: by name, what a planned error of the client lets slip.
+    ``die`` ends the rank's process as SIGKILL does, ``stall`` lets it stand still for so many seconds. ``secrets``: by
+    name, what a planned error of the client lets slip.
     """
 
     def __init__(
@@ -38,14 +40,15 @@ class Points:
         die: Callable[[], None],
         secrets: Mapping[str, str] | None = None,
         attempt: int = 0,
+        stall: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._planned: dict[tuple[str, int], tuple[int, RankRaise | RankKill | LeakyError]] = {
+        self._planned: dict[tuple[str, int], tuple[int, RankRaise | RankKill | RankStall | LeakyError]] = {
             ("sdk.flushed" if isinstance(f, LeakyError) else f.point, f.nth): (index, f)
             for index, f in enumerate(scenario.faults)
-            if isinstance(f, RankRaise | RankKill | LeakyError)
+            if isinstance(f, RankRaise | RankKill | RankStall | LeakyError)
             and (f.rank, getattr(f, "attempt", attempt)) == (rank, attempt)
         }
-        self._rank, self._events, self._die = rank, events, die
+        self._rank, self._events, self._die, self._stall = rank, events, die, stall
         self._secrets = dict(secrets or {})
         self.views = itertools.count()
         self._passed: Counter[str] = Counter()
@@ -61,6 +64,9 @@ class Points:
             self.fired(index, point=point, nth=nth)
             if isinstance(fault, RankKill):
                 self._die()
+            if isinstance(fault, RankStall):
+                self._stall(fault.seconds)
+                return
             if isinstance(fault, LeakyError):
                 said = "&".join(f"{name}={value}" for name, value in self._secrets.items())
                 raise ConnectionError(

@@ -23,6 +23,8 @@ from .disk import corrupt
 from .errors import KitError
 from .faults import (
     BadRow,
+    ClockDrift,
+    ClockFreeze,
     ClockJump,
     ClockOffset,
     ClockStall,
@@ -113,13 +115,14 @@ class TrainingLoop(abc.ABC):
         """``secrets``: planted credentials of this rank, by name. ``scenario``: as ``attempt`` runs it, 0 the first."""
         self.scenario, self.rank, self.target, self.events = scenario, rank, target, events
         self.attempt = attempt
-        self.points = Points(scenario, rank, events, self.die, secrets, attempt)
+        self.points = Points(scenario, rank, events, self.die, secrets, attempt, self.stall)
         self.step = self.own_step = 0
         self.where = "train"
         self.publisher: Any = None
         self.exhaustion = next(self._planned(Exhaustion), None)
         self.policy = next((f.policy for f in scenario.faults if isinstance(f, Exhaustion)), None)
-        self._misread: list[tuple[int, float, bool]] = []  # fault, seconds, whether the monotonic clock shows it too
+        #: Fault, by how much (seconds or ppm), whether the monotonic clock shows it too.
+        self._misread: list[tuple[int, float, bool]] = []
 
     def _planned(self, kind: type[F], step: int | None = None) -> Iterator[tuple[int, F]]:
         """(index, fault) of the faults of a kind planned for this rank, and for this step when one is given."""
@@ -132,7 +135,7 @@ class TrainingLoop(abc.ABC):
     @property
     def skewed(self) -> bool:
         """Whether this rank's clocks differ from the host's at some time of the run."""
-        planned = (ClockOffset, ClockJump, ClockStall)
+        planned = (ClockOffset, ClockJump, ClockStall, ClockDrift, ClockFreeze)
         return self.scenario.workload.step_seconds > 0 or any(True for kind in planned for _ in self._planned(kind))
 
     @abc.abstractmethod
@@ -150,6 +153,18 @@ class TrainingLoop(abc.ABC):
     def advance_clocks(self, seconds: float) -> None:
         """Let time pass at once by this rank's clocks; `clock_read` is to be called when somebody reads either next."""
         raise KitError("the clocks of this engine cannot be moved on")
+
+    def drift_clocks(self, ppm: float) -> None:
+        """Let both of this rank's clocks run fast from now on; `clock_read` is to be called when somebody reads one."""
+        raise KitError("the clocks of this engine cannot drift")
+
+    def freeze_clock(self) -> None:
+        """Stop this rank's wall clock; `clock_read` is to be called when somebody reads it next."""
+        raise KitError("the clocks of this engine cannot be stopped")
+
+    def stall(self, seconds: float) -> None:
+        """Stand still for so long, by true time."""
+        time.sleep(seconds)
 
     @abc.abstractmethod
     def die(self) -> None:
@@ -307,6 +322,12 @@ class TrainingLoop(abc.ABC):
         for index, jump in self._planned(ClockJump, step):
             self._misread.append((index, jump.seconds, False))
             self.shift_clock(jump.seconds)
+        for index, drift in self._planned(ClockDrift, step):
+            self._misread.append((index, drift.ppm, True))
+            self.drift_clocks(drift.ppm)
+        for index, _ in self._planned(ClockFreeze, step):
+            self._misread.append((index, 0.0, False))
+            self.freeze_clock()
         for index, stall in self._planned(ClockStall, step):
             self._misread.append((index, stall.seconds, True))
             self.advance_clocks(stall.seconds)
@@ -372,11 +393,11 @@ class TrainingLoop(abc.ABC):
     def clock_read(self, wall: bool = True) -> None:
         """A wrong clock counts as having struck when somebody read it; ``wall`` says whether it was the wall clock."""
         misread, self._misread = self._misread, []
-        for index, seconds, by_both in misread:
+        for index, wrong_by, by_both in misread:
             if wall or by_both:
-                self.points.fired(index, seconds=seconds)
+                self.points.fired(index, wrong_by=wrong_by)
             else:
-                self._misread.append((index, seconds, by_both))
+                self._misread.append((index, wrong_by, by_both))
 
     def _fire_duplicates(self) -> None:
         for index, fault in enumerate(self.scenario.faults):

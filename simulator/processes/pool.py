@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING
 
-from ..faults import ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError
+from ..faults import ClockDrift, ClockFreeze, ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError
 from ..scenario import Scenario
 from . import rank as rank_module
 from .launchers import Job, end_processes
@@ -27,7 +27,7 @@ IDLE_MAX = 8
 RUNS_MAX = 50
 GROWTH_BYTES_MAX = 256 << 20
 #: Faults that replace functions of the whole process.
-PATCHING = (ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError)
+PATCHING = (ClockJump, ClockOffset, ClockStall, ClockDrift, ClockFreeze, DiskCrash, DiskError)
 
 
 def may_share(scenario: Scenario, target: str) -> bool:

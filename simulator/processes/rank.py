@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -353,6 +354,21 @@ class Run(TrainingLoop):
         states = [torch.load(path, weights_only=True) for path in sorted(newest.glob("publisher-*.pt"))]
         _, attempt, _, step = newest.name.split("-")
         return Checkpoint(int(attempt), int(step), states)
+
+    def drift_clocks(self, ppm: float) -> None:
+        self.clocks.drift(ppm)
+
+    def freeze_clock(self) -> None:
+        self.clocks.freeze()
+
+    def stall(self, seconds: float) -> None:
+        """By SIGSTOP, which no thread of this process survives awake: another process ends it."""
+        me = os.getpid()
+        # Again and again: the first SIGCONT may come before this process has got as far as to stop.
+        script = f"sleep {seconds:g}; while kill -CONT {me} 2>/dev/null; do sleep 0.05; done"
+        with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.DEVNULL) as waker:
+            os.kill(me, signal.SIGSTOP)
+            waker.kill()
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

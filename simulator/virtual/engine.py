@@ -556,10 +556,24 @@ class _Loop(TrainingLoop):
         clock.on_wall = self.clock_read
 
     def advance_clocks(self, seconds: float) -> None:
+        self._job.scheduler.clocks[self.rank].advance(seconds)
+        self._tell_of_readings()
+
+    def drift_clocks(self, ppm: float) -> None:
+        self._job.scheduler.clocks[self.rank].set_drift(ppm, self._job.scheduler.now_ns)
+        self._tell_of_readings()
+
+    def freeze_clock(self) -> None:
+        self._job.scheduler.clocks[self.rank].freeze(self._job.scheduler.now_ns)
+        self._tell_of_readings()
+
+    def _tell_of_readings(self) -> None:
         clock = self._job.scheduler.clocks[self.rank]
-        clock.advance(seconds)
         clock.on_wall = self.clock_read
         clock.on_monotonic = lambda: self.clock_read(wall=False)
+
+    def stall(self, seconds: float) -> None:
+        self._job.scheduler.wait("a stall", int(seconds * SECOND_NS))
 
     def counting(self) -> AbstractContextManager[Counter[str]]:
         return self._attempt.group.counting()
