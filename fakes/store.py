@@ -775,7 +775,7 @@ class Store:
             self._views = {}
             self._arrivals = 0
             self._written_ms: list[int] = []  # by arrival; never falls, so that one bisect answers TTL
-            self._numbers: dict[tuple[str, ...], int] = {}
+            self._numbers: dict[str, dict[tuple[str, ...], int]] = {"project": {}, "entity": {}, "view": {}}
             for name in dict.fromkeys(projects):
                 self._created(now_ms, "project", name)
 
@@ -786,13 +786,14 @@ class Store:
 
     def _created(self, now_ms: int, *key: str) -> None:
         self._created_ms[key] = now_ms
-        self._numbers.setdefault(key, 1 + sum(other[0] == key[0] for other in self._numbers))
+        numbers = self._numbers[key[0]]
+        numbers.setdefault(key, 1 + len(numbers))
 
     def number_of(self, *key: str) -> int:
         """How manieth of its kind an object was made, from 1: ("project", name), ("entity", project, name) or ("view",
         project, name). One that was dropped and made again keeps its number.
         """
-        return self._numbers[key]
+        return self._numbers[key[0]][key]
 
     # Catalogue
 

@@ -213,13 +213,13 @@ class ServerState:
             return self._ids[key]
 
     def _key(self, kind: str, number: str) -> tuple[str, ...]:
-        # Objects made directly on the store get their ids here.
-        for project in self.store.projects():
-            self.id_of("project", project)
-        for entity in self.store.entities():
-            self.id_of("entity", entity.project, entity.name)
-        for view in self.store.views():
-            self.id_of("view", view.project, view.name)
+        if (kind, number) not in self._objects:  # made directly on the store: such get their ids here
+            for project in self.store.projects():
+                self.id_of("project", project)
+            for entity in self.store.entities():
+                self.id_of("entity", entity.project, entity.name)
+            for view in self.store.views():
+                self.id_of("view", view.project, view.name)
         try:
             return self._objects[kind, number]
         except KeyError:

@@ -50,21 +50,22 @@ def _span(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _view_rows(state: ServerState) -> list[dict[str, Any]]:
-    store, found = state.store, []
+def _view_rows(state: ServerState) -> tuple[list[dict[str, Any]], int]:
+    """The rows of the table of views, at most ``ROWS_MAX`` of them, and how many there would be."""
+    store, found, total = state.store, [], 0
     for spec in store.views():
-        shown = {"project": _short(spec.project), "view": _short(spec.name), "value": spec.value_type}
-        shown["ttl"] = str(spec.ttl_s) if spec.ttl_s else "never"
-        versions = store.versions(spec.project, spec.name)
-        for version in versions:
-            ts = store.high_water_ts(spec.project, spec.name, version)
+        versions: list[str | None] = [*store.versions(spec.project, spec.name)]
+        for version in (versions or [None])[: max(0, ROWS_MAX - total)]:
+            row: dict[str, Any] = {"project": _short(spec.project), "view": _short(spec.name), "value": spec.value_type}
+            row["ttl"] = str(spec.ttl_s) if spec.ttl_s else "never"
+            if version is None:
+                found.append({**row, "version": "none", "rows": "0", "ts": ""})
+                continue
             rows = f"{store.rows(spec.project, spec.name, version):,}"
-            found.append({**shown, "version": _short(version), "rows": rows, "ts": ts})
-        if not versions:
-            found.append({**shown, "version": "none", "rows": "0", "ts": ""})
-        if len(found) > ROWS_MAX:
-            break
-    return found
+            ts = store.high_water_ts(spec.project, spec.name, version)
+            found.append({**row, "version": _short(version), "rows": rows, "ts": ts})
+        total += max(1, len(versions))
+    return found, total
 
 
 def _fault_row(entry: Fired[AnyFault]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def page(state: ServerState) -> bytes:
             itertools.islice((e for e in reversed(state.requests) if e.route.startswith("write_")), WRITES_MAX)
         )
         faults = state.faults.fired()
-    views = _view_rows(state)
+    views, views_total = _view_rows(state)
     used = {spec.project for spec in state.store.views()}
     folder = getattr(state.store, "folder", None)
     text = _template().render(
@@ -113,8 +114,8 @@ def page(state: ServerState) -> bytes:
         instance=INSTANCE_ID,
         up=_span((now_ms - state.begun_ms) / 1000),
         kept="Content is kept over a restart." if folder is not None else "Content is in memory only.",
-        views=views[:ROWS_MAX],
-        views_left=max(0, len(views) - ROWS_MAX),
+        views=views,
+        views_left=views_total - len(views),
         empty_projects=[_short(name) for name in state.store.projects() if name not in used][:ROWS_MAX],
         faults=[_fault_row(entry) for entry in faults[:ROWS_MAX]],
         faults_left=max(0, len(faults) - ROWS_MAX),

@@ -421,7 +421,12 @@ def test_a_full_disk_at_the_change_of_segments_leaves_a_sound_folder(
 
 def test_the_names_of_new_folders_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.fstat(fd).st_ino), fsync(fd)))
+
+    def noted(fd: int) -> None:
+        flushed.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
     DurableStore(tmp_path / "new" / "data").close()
     assert {tmp_path.stat().st_ino, (tmp_path / "new").stat().st_ino} <= set(flushed)
 

@@ -13,7 +13,7 @@ import urllib3
 from deltaproof.fakes.durable import DurableStore
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import StatusFault, TokenRevokedFault
-from deltaproof.fakes.store import ViewSpec
+from deltaproof.fakes.store import Store, ViewSpec
 
 from .kit import PROJECT, VERSION, VIEW, Raw, ipc, make_view, rows
 
@@ -135,6 +135,26 @@ def test_many_views_make_no_endless_page(server: FeatureStoreServer, raw: Raw) -
     reader, _ = read(raw)
     assert sum(PROJECT in row for row in reader.rows) == 200
     assert "more" in reader.text
+
+
+def test_versions_that_are_not_shown_are_not_counted_through(
+    server: FeatureStoreServer, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_view(server.store)
+    for number in range(230):
+        server.store.write(PROJECT, VIEW, rows(["t"], [1], [[1.0]]), version=f"version{number}", ts=1)
+    looked_at: list[str] = []
+    count = Store.rows
+
+    def counted(store: Store, project: str, view: str, version: str) -> int:
+        looked_at.append(version)
+        return count(store, project, view, version)
+
+    monkeypatch.setattr(Store, "rows", counted)
+    reader, _ = read(raw)
+    assert sum(PROJECT in row for row in reader.rows) == 200
+    assert "and 30 more" in reader.text
+    assert len(looked_at) == 200
 
 
 @pytest.mark.parametrize("remote", ["203.0.113.7", None])
