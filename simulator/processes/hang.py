@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from . import lifeline
+
 #: Seconds that ranks have to answer.
 ANSWER_S = 2.0
 PY_SPY_S = 10.0
@@ -155,10 +157,17 @@ def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     found = {}
     for rank, pid in pids.items():
         stacks, recorder = paths[rank]
-        text, source = (stacks.read_text(errors="replace"), "faulthandler") if _size(stacks) else _from_outside(pid)
+        text, source = (_of_the_run(stacks), "faulthandler") if _size(stacks) else _from_outside(pid)
         entries = json.loads(recorder.read_bytes()) if _size(recorder) else None
         found[rank] = {"stacks": text, "stacks_from": source, "process": _state(pid), "flight_recorder": entries}
     return found
+
+
+def _of_the_run(stacks: Path) -> str:
+    """The stacks of all threads but those that watch and listen in every rank."""
+    threads = stacks.read_text(errors="replace").strip().split("\n\n")
+    own = (f'"{__file__}", line ', f'"{lifeline.__file__}", line ')
+    return "\n\n".join(thread for thread in threads if not any(text in thread for text in own)) + "\n"
 
 
 def _size(path: Path) -> int:

@@ -16,7 +16,7 @@ from deltaproof.simulator.processes import launchers
 from deltaproof.simulator.processes.engine import ProcessEngine
 from deltaproof.simulator.processes.launchers import Torchrun, check_options
 from deltaproof.simulator.processes.rank import RankSpec
-from deltaproof.simulator.scenario import Deadlines, Restart, Scenario, Workload
+from deltaproof.simulator.scenario import Deadlines, Restart, Scenario, Table, Workload
 
 CORPUS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.json"))
 SHORT = Scenario(name="short", tables=MIXED, workload=Workload(steps=4), deadlines=Deadlines(run_s=30, grace_s=3))
@@ -139,7 +139,8 @@ def test_the_corpus_holds_under_torchrun(torchrun, path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_nodes_meet_at_a_static_rendezvous(two_nodes, world_size: int) -> None:
-    report = check(two_nodes, msgspec.structs.replace(SHORT, world_size=world_size))
+    tables = (Table(name="item"), Table(name="city", sharding="data_parallel"))
+    report = check(two_nodes, msgspec.structs.replace(SHORT, world_size=world_size, tables=tables))
     assert report.verdict is Verdict.HELD, (report.reason, [v.message for v in report.violations])
     assert report.history.succeeded
     assert report.history.nodes == min(world_size, 2)
