@@ -367,7 +367,8 @@ class Run(TrainingLoop):
         # Again and again: the first SIGCONT may come before this process has got as far as to stop.
         script = f"sleep {seconds:g}; while kill -CONT {me} 2>/dev/null; do sleep 0.05; done"
         with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.DEVNULL) as waker:
-            os.kill(me, signal.SIGSTOP)
+            # To this thread, which stops before this line is over; os.kill may reach another one, later.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             waker.kill()
 
     def die(self) -> None:

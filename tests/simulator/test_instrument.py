@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltaproof.simulator.clocks import SkewedClocks
-from deltaproof.simulator.faults import InjectedFault, LeakyError, RankRaise
+from deltaproof.simulator.faults import InjectedFault, LeakyError, RankRaise, RankStall
 from deltaproof.simulator.history import Event, EventWriter, read_events
 from deltaproof.simulator.instrument import ObservedClient, ObservedView, Points
 from deltaproof.simulator.scenario import Scenario
@@ -140,6 +140,43 @@ def test_skewed_clocks_are_wrong_by_their_offset_and_tell_when_they_were_read() 
     wall_s()
     monotonic_s()
     assert reads == ["wall", "monotonic", "wall"]
+
+
+def test_a_clock_may_drift_and_stand_still(monkeypatch) -> None:
+    now = {"time_ns": 10**18, "monotonic_ns": 10**12}
+    for name in now:
+        monkeypatch.setattr(time, name, lambda name=name: now[name])
+    reads: list[bool] = []
+    clocks = SkewedClocks(reads.append)
+
+    def gained_s(after_s: float) -> tuple[float, float]:
+        before = clocks.time_ns(), clocks.monotonic_ns()
+        for name in now:
+            now[name] += int(after_s * 1e9)
+        return (clocks.time_ns() - before[0]) / 1e9, (clocks.monotonic_ns() - before[1]) / 1e9
+
+    assert gained_s(10) == (10, 10)
+    clocks.drift(500_000)
+    assert gained_s(10) == (15, 15)
+    assert reads == [True, False]
+    clocks.drift(-500_000)
+    assert gained_s(10) == (5, 5)
+    clocks.freeze()
+    assert gained_s(10) == (0, 5)
+    clocks.advance(100)
+    assert gained_s(10) == (0, 5)
+    assert clocks.monotonic_ns() == 10**12 + 140 * 10**9
+    clocks.shift(7)
+    assert clocks.time_ns() == 10**18 + (10 + 15 + 5 + 7) * 10**9
+
+
+def test_a_stall_is_over_before_the_point_is_passed(tmp_path) -> None:
+    scenario = Scenario(faults=(RankStall(rank=0, point="sdk.flush", nth=2, seconds=7),))
+    stalls: list[float] = []
+    points = Points(scenario, 0, EventWriter(tmp_path / "e", "rank0", 0), pytest.fail, stall=stalls.append)
+    for expected in ([], [7], [7]):
+        points.passing("sdk.flush")
+        assert stalls == expected
 
 
 def test_installed_clocks_mislead_the_target_and_not_the_events(points, monkeypatch) -> None:
