@@ -18,6 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Final
@@ -39,6 +40,7 @@ COLUMNS: Final = ("embedding_name", "key_id", "embedding")
 HELLO_S: Final = 10.0  # for the first answer, when a program is asked what it can do
 EXIT_S: Final = 5.0  # for a program's end after `close`
 LINE_BYTES_MAX: Final = 1 << 24
+EVENTS_MAX: Final = 1000  # of a program, the last ones
 STDERR_BYTES: Final = 1000  # of a program that died, quoted
 PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None)
@@ -118,7 +120,7 @@ class Program:
 
     def __init__(self, command: str, transcript: IO[str] | None = None) -> None:
         self._transcript, self._called, self._buffer = transcript, 0, b""
-        self.events: list[dict[str, Any]] = []
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the program lives)
         try:
             self._process = subprocess.Popen(
