@@ -192,8 +192,8 @@ class Call:
                 self.entry = again  # the effect notes its fate here
                 try:
                     effect()
-                except FakeError as error:  # the view was dropped meanwhile
-                    again.code = error.code
+                except (FakeError, OSError) as error:  # the view was dropped meanwhile, or the store's folder failed
+                    again.code = error.code if isinstance(error, FakeError) else "InternalError"
                 finally:
                     self.entry = first
                 self.state.close_entry(again, self.generation)

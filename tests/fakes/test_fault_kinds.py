@@ -37,6 +37,7 @@ from deltaproof.fakes.server.faults import (
     Turns,
     ViewDeletedFault,
 )
+from deltaproof.fakes.store import Store
 
 from .kit import PROJECT, VERSION, VIEW, Backend, Raw, ipc, make_view, rows, sdk_rows
 
@@ -451,6 +452,27 @@ def test_a_deleted_view_stays_deleted(server: FeatureStoreServer, raw: Raw) -> N
     assert [write(raw) for _ in range(2)] == [404, 404]
     assert server.store.views() == []
     assert [entry.fate for entry in log_of(server)] == ["yes", "no", None]
+
+
+def test_a_second_delivery_that_finds_no_view_changes_nothing_for_the_client(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = backend.view()
+    backend.add_fault(DuplicateFault(id="f"))
+    write = Store.write
+    seen: list[int] = []
+
+    def once(store: Store, *where: Any, **what: Any) -> Any:
+        seen.append(what["ts"])
+        if len(seen) == 2:
+            store.drop_view(PROJECT, VIEW)
+        return write(store, *where, **what)
+
+    monkeypatch.setattr(Store, "write", once)
+    view.write_features_arrow(sdk_rows(["t"], [1], [[1.0]]), VERSION, ts=5)
+    assert view.write_flush()["errors"] == []
+    assert seen == [5, 5]
+    assert backend.fired() == {"f": 1}
 
 
 @pytest.mark.usefixtures("view")
