@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -313,13 +313,10 @@ class Engines:
         self._undo = ExitStack()
 
     def running(self) -> Any:
+        from .engines import running
+
         if self._engine is None:
-            made: AbstractContextManager[Any]
-            if self.name == "virtual":
-                made = importlib.import_module("..simulator.virtual.engine", __package__).VirtualEngine()
-            else:
-                made = importlib.import_module("..simulator.processes.engine", __package__).ProcessEngine()
-            self._engine = self._undo.enter_context(made)
+            self._engine = self._undo.enter_context(running(self.name))
         return self._engine
 
     def close(self) -> None:

@@ -414,6 +414,11 @@ def test_json_fits_its_schema_and_reads_back(document: Document) -> None:
         from_json(json.dumps({**plain, "format": 2}))
 
 
+def test_the_schema_in_the_documentation_is_the_one_in_use() -> None:
+    """After a change: json.dumps(schema(), indent=1) into the file, and ``FORMAT`` up by one if the meaning changed."""
+    assert json.loads((ROOT / "docs" / "report.schema.json").read_text()) == schema()
+
+
 def test_json_keeps_every_key_and_bit() -> None:
     row = np.array([0.1, -0.0, np.nan, 1e-45], np.float32)
     report = judge(Model(PLAIN).run())
