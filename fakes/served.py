@@ -28,7 +28,11 @@ class Served:
     _failures: list[BaseException]
 
     def start(self) -> Self:
-        """Take the port and serve; returns once requests are answered. Raises RuntimeError, or as ``_open``."""
+        """Take the port and serve; returns once requests are answered. Safe to call twice. Raises RuntimeError, or as
+        ``_open``.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return self  # as in `with Server().start() as server:`
         self._open()
         ready = threading.Event()
         self._failures = []

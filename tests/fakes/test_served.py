@@ -67,6 +67,15 @@ def test_it_serves_between_start_and_stop_again_and_again() -> None:
     assert set(threading.enumerate()) <= before
 
 
+def test_starting_it_twice_is_starting_it_once() -> None:
+    threads = set(threading.enumerate())
+    with FeatureStoreServer().start() as server:
+        port = server.port
+        assert server.start().port == port
+        assert len(set(threading.enumerate()) - threads) == 1
+    assert not {thread for thread in set(threading.enumerate()) - threads if "Feature Store" in thread.name}
+
+
 def test_what_keeps_it_from_starting_reaches_the_caller_and_it_may_be_tried_again() -> None:
     before = set(threading.enumerate())
     echo = Echo()
