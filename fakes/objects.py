@@ -186,9 +186,13 @@ class ObjectStore(Served, Faulty[AnyObjectFault]):
         return f"http://{self._host}:{self.port}"
 
     def start(self) -> Self:
-        """Serve on a free port and create the bucket. Raises MissingExtra."""
+        """Serve on a free port and create the bucket. Raises MissingExtra, OSError for a bucket that cannot be."""
         super().start()
-        self.filesystem(allow_bucket_creation=True).create_dir(self.bucket)
+        try:
+            self.filesystem(allow_bucket_creation=True).create_dir(self.bucket)
+        except OSError:
+            self.stop()
+            raise
         self._ours = True
         return self
 

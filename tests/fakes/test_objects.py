@@ -248,6 +248,13 @@ def test_a_delay_waits_and_lets_the_other_fault_apply(objects: ObjectStore, when
     assert objects.fired() == {"late": 1, "failed": 1}
 
 
+def test_a_bucket_that_cannot_be_leaves_no_server_behind() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="InvalidBucketName"):
+        ObjectStore("x" * 100).start()
+    assert not {thread for thread in set(threading.enumerate()) - before if "object store" in thread.name}
+
+
 def test_stopping_does_not_wait_for_a_delayed_request_and_ends_it() -> None:
     with ObjectStore() as store:
         threads = set(threading.enumerate())
