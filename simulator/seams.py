@@ -205,6 +205,7 @@ class FedUploader:
         table = self._dumper.dump(step, source)
         if table is not None:
             self._uploader.submit(step, table)
+        self._dumper.submitted()
 
 
 def contents(factory: Callable[..., Any], name: str, context: RankContext) -> pa.Table | None:

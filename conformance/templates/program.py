@@ -28,7 +28,7 @@ def hello(call: dict[str, Any]) -> dict[str, Any]:
 def start(call: dict[str, Any]) -> None:
     """Training is about to begin."""
     if call["version"] in ("", "default"):
-        raise ValueError(f"version {call['version']!r} is what serving reads: name one of your own")
+        raise ValueError(f"rank {call['rank']}: serving reads version {call['version']!r}")
     settings.update(call)
 
 

@@ -30,7 +30,7 @@ class Adapter:
     def start(self) -> None:
         """Training is about to begin. Start threads here, not in `__init__`."""
         if self._context.version in ("", "default"):
-            raise ValueError(f"version {self._context.version!r} is what serving reads: name one of your own")
+            raise ValueError(f"rank {self._context.rank}: serving reads version {self._context.version!r}")
         self._view = self._context.open_view()
         self._ts = self._view.high_water_ts(self._context.version)  # new rows must win over those of an earlier run
 

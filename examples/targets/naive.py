@@ -2,12 +2,13 @@
 
     deltaproof conform examples.targets.naive:NaiveUploader
 
-Found, each with the smallest scenario in which it happens:
+What it says, each with the smallest scenario in which it happens:
 
-- rows that the store refuses are forgotten: `write_flush()` returns a summary, and nobody reads it;
-- a request that fails is not tried again: `store-error` and `store-reset` lose whole steps;
-- ts are the wall clock's: when it steps back, new rows lose against old ones; and a step's rows share one;
-- what is wrong with the background thread nobody hears: it ends, `submit` goes on queueing, and `close` says nothing.
+- a request that fails is not tried again, and `write_flush()` returns a summary that nobody reads: `store-error`,
+  `store-reset`, `store-partial`, `store-token-revoked` and the like break **no-lost-rows** and **no-silent-loss**;
+- so does an exception in the background (`rank-raise` at `sdk.write`): it is printed, and `close` says that all is well;
+- ts are the wall clock's. When it steps back (`clock-jump`) new rows lose against old ones: **no-lost-rows**; and a
+  reader that follows the ts has passed them by then: **incremental-read-complete**.
 """
 
 from __future__ import annotations
