@@ -80,7 +80,10 @@ def launched(spec_file: Path) -> None:
     from . import collectives, model  # noqa: F401 - torch, before the first record, from which on the deadlines count
 
     secrets = {name: os.environ[name] for name in spec.secrets}
-    sys.exit(perform(replace(spec, rank=int(os.environ["RANK"]), secrets=secrets), ExitStack(), listener))
+    code = perform(replace(spec, rank=int(os.environ["RANK"]), secrets=secrets), ExitStack(), listener)
+    # As multiprocessing ends a rank: it waits for threads, but taking torch apart would eat up the grace.
+    threading._shutdown()  # type: ignore[attr-defined]
+    os._exit(code)
 
 
 def serve(tasks: Connection) -> None:
