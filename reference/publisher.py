@@ -42,6 +42,7 @@ class Publisher:
         source: where touched ids and rows come from.
         client: a `feature_store_py` client, or None when `connect` makes one: in `start`, and when a token has expired.
         barrier: returns when every rank called it; called exactly once, in `start`.
+        release: called by `close`, for a source that nobody else uses.
         clock: a module-like object with `time()` and `monotonic()` in seconds.
     """
 
@@ -55,10 +56,12 @@ class Publisher:
         world_size: int,
         barrier: Callable[[], object],
         connect: Callable[[], Any] | None = None,
+        release: Callable[[], object] = lambda: None,
         clock: Any = time,
     ) -> None:
         self._source, self._client, self._connect, self._settings = source, client, connect, settings
         self._rank, self._world_size, self._barrier, self._clock = rank, world_size, barrier, clock
+        self._release = release
         self._tables = dict(source.tables())
         self._names = self._embedding_names()
         self._dumper = Dumper(source, settings, rank, world_size)
@@ -89,15 +92,20 @@ class Publisher:
 
         grouped = dist.is_available() and dist.is_initialized()
         source = TorchRecSource(model, dynamic)
-        return cls(
-            source if dynamic is None else CombinedSource([source, dynamic]),
-            client,
-            settings,
-            rank=dist.get_rank() if grouped else 0,
-            world_size=dist.get_world_size() if grouped else 1,
-            barrier=dist.barrier if grouped else lambda: None,
-            connect=(lambda: connect(settings)) if client is None else None,
-        )
+        try:
+            return cls(
+                source if dynamic is None else CombinedSource([source, dynamic]),
+                client,
+                settings,
+                rank=dist.get_rank() if grouped else 0,
+                world_size=dist.get_world_size() if grouped else 1,
+                barrier=dist.barrier if grouped else lambda: None,
+                connect=(lambda: connect(settings)) if client is None else None,
+                release=source.release,
+            )
+        except BaseException:
+            source.release()
+            raise
 
     def start(self) -> None:
         """Create (rank 0) and open the view, then begin to record: ids looked up before are a warm-up and forgotten.
@@ -107,7 +115,7 @@ class Publisher:
             UploadError: the store's greatest ts cannot be read. ShardError: `retain` or `spill` is no usable place.
             A publisher whose start failed is closed: make another.
         """
-        if self.generation is not None:
+        if self.generation is not None or self._closed:
             raise PublisherError(f"rank {self._rank}: a publisher starts once; make a new one")
         self.generation = self._new_generation()
         try:
@@ -176,12 +184,13 @@ class Publisher:
         self._finished = True
 
     def close(self, drain: bool = True) -> None:
-        """Stop the uploader. Idempotent. `drain=False` gives up what is pending at once, for a rank that failed.
+        """Stop the uploader, leave the model to the next publisher. Idempotent. `drain=False` gives up what is pending
+        at once, for a rank that failed.
 
         Raises:
             UploadError: steps are not acknowledged. PublisherError: rows were touched and `finish` was not called.
         """
-        if self.generation is None or self._closed:
+        if self._closed:
             return
         self._closed = True
         try:
@@ -190,7 +199,12 @@ class Publisher:
         finally:
             self._released = True
             self._let_go()  # nothing is pending any more, or it was given up
-        if not self._finished and (rows := sum(map(len, self._dumper.tracked().values()))):
+            self._release()
+        if (
+            self._uploader is not None
+            and not self._finished
+            and (rows := sum(map(len, self._dumper.tracked().values())))
+        ):
             raise PublisherError(
                 f"rank {self._rank}: {rows} rows changed since the last dump and were not published; "
                 "call finish(step) before close()"

@@ -77,10 +77,18 @@ class TorchRecSource:
         self._zch: dict[str, ZchTable] = {}
         self._collisions: dict[str, Any] = {}  # FQN of a ZCH table -> the collection that deals out its raw ids
         self._checks: list[Callable[[], None]] = []  # raise when lookups went unseen
+        self._undo: list[Callable[[], None]] = []  # take away what was put on the model
         self._pause = Pause()
         self._lock = threading.Lock()  # a pipelined model looks up in one thread while another dumps
         self._dynamic = dynamic
         self._elsewhere = set() if dynamic is None else set(dynamic.tables())
+        try:
+            self._follow_all(model)
+        except BaseException:
+            self.release()
+            raise
+
+    def _follow_all(self, model: nn.Module) -> None:
         collisions: dict[nn.Module, Any] = {}
         for path, module in model.named_modules():
             if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
@@ -138,6 +146,12 @@ class TorchRecSource:
             return np.zeros(len(keys), np.bool_)
         row = keys - self._first_row(fqn)
         return (row >= 0) & (row < self._shards[fqn].rows)
+
+    def release(self) -> None:
+        """Follow the model no more, so that another source can. What was recorded may still be drained."""
+        for undo in self._undo:
+            undo()
+        self._checks, self._undo = [], []
 
     def paused(self) -> AbstractContextManager[None]:
         """Lookups inside are not recorded: those of the calling thread."""
@@ -203,7 +217,7 @@ class TorchRecSource:
     def _listen(self, owner: str, module: Any, layouts: list[list[tuple[str, str]]]) -> None:
         """Register with TorchRec. A module calls back once per lookup, in the order of its lookups."""
         _expect(module, "register_post_lookup_tracker_fn", "post_lookup_tracker_fn")
-        turns, calls = threading.local(), 0  # an evaluation in another thread has turns of its own
+        turns, calls, listens = threading.local(), 0, True  # an evaluation in another thread has turns of its own
         earlier = module.post_lookup_tracker_fn  # TorchRec keeps one tracker per module: pass lookups on
 
         def begin(*_: Any) -> None:
@@ -215,7 +229,8 @@ class TorchRecSource:
                 earlier(features, *more)
             done = getattr(turns, "done", 0)
             turns.done, calls = done + 1, calls + 1
-            self._record(owner, layouts[done % len(layouts)], features)
+            if listens:
+                self._record(owner, layouts[done % len(layouts)], features)
 
         def check() -> None:
             if module.post_lookup_tracker_fn is not looked_up:
@@ -230,8 +245,17 @@ class TorchRecSource:
                 raise TrackerError(f"{owner!r} looked up without telling its tracker; {VERSIONS}")
             calls = 0
 
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
+        hooks = module.register_forward_pre_hook(begin), module.register_forward_hook(end)
+
+        def undo() -> None:
+            nonlocal listens
+            listens = False  # for a later tracker that passes lookups on
+            for hook in hooks:
+                hook.remove()
+            if module.post_lookup_tracker_fn is looked_up:
+                module.post_lookup_tracker_fn = earlier
+
+        self._undo.append(undo)
         module.register_post_lookup_tracker_fn(looked_up)
         self._checks.append(check)
 
@@ -258,6 +282,11 @@ class TorchRecSource:
                         log.add(jagged.values().detach().clone())
             return remap(self_, features, *more, **named)
 
+        def undo() -> None:
+            if module.remap.__func__ is remapped:
+                module.remap = MethodType(remap, module)
+
+        self._undo.append(undo)
         module.remap = MethodType(remapped, module)
         self._records[key], self._zch[key], self._collisions[key] = log, ZchTable(module), collision
 

@@ -282,6 +282,8 @@ def test_a_publisher_for_a_model_takes_its_place_from_the_process_group_and_conn
     kit: Any, source: Any, client: Any, monkeypatch: Any, grouped: bool, rank: int, world_size: int, given: bool
 ) -> None:
     met, made, closed, wanted = list[int](), list[Any](), list[int](), kit.settings()
+    released = list[int]()
+    source.release = lambda: released.append(1)
     client.exists, client.close = True, lambda: closed.append(1)
     dist = types.SimpleNamespace(
         is_available=lambda: True,
@@ -305,8 +307,12 @@ def test_a_publisher_for_a_model_takes_its_place_from_the_process_group_and_conn
     assert (len(met), made) == (int(grouped), [] if given else [wanted])
     state = publisher.state_dict()
     assert (state["rank"], state["world_size"]) == (rank, world_size)
+    assert not released
     publisher.close()
     assert len(closed) == len(made)  # a client that was given is not ours to close
+    with pytest.raises(AttributeError):
+        Publisher.for_model(source, None)  # type: ignore[arg-type]
+    assert released == [1, 1]  # the model is there for the next one, however this one ended
 
 
 def test_a_start_is_named_by_its_time_and_8_hexadecimal_digits(kit: Any, source: Any, client: Any) -> None:
@@ -436,7 +442,6 @@ def test_a_start_that_fails_half_way_leaves_nothing_open(
 
 def test_a_publisher_starts_once(kit: Any, source: Any, client: Any) -> None:
     publisher = publisher_of(kit, source, client)
-    publisher.close()  # before the start: nothing to do
     publisher.start()
     running = threads_named_upload()
     with pytest.raises(PublisherError, match="starts once; make a new one"):
@@ -445,8 +450,11 @@ def test_a_publisher_starts_once(kit: Any, source: Any, client: Any) -> None:
     source.train(A, [1], 1.0)
     publisher.finish(1)
     publisher.close()
-    with pytest.raises(PublisherError, match="starts once; make a new one"):
-        publisher.start()
+    never = publisher_of(kit, source, client)
+    never.close()
+    for closed in (publisher, never):
+        with pytest.raises(PublisherError, match="starts once; make a new one"):
+            closed.start()
 
 
 def test_an_sdk_that_fails_to_close_hides_no_error_and_quotes_no_secret(
@@ -568,6 +576,7 @@ def test_a_model_with_dynamic_tables_is_published_with_them(
     table = DynamicTable("t", 2, TableOptions(capacity=4, retain_evicted=True))
     dynamic = DynamicSource([DynamicSpec(TableRef("m.d", "ec", "t"), table, ("f",))])
     told = list[Any]()
+    source.release = lambda: None
 
     def track(*what: Any) -> Any:
         told.append(what)

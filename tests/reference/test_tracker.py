@@ -200,6 +200,17 @@ def test_ids_of_a_dynamic_table_go_to_the_source_that_has_its_rows(ranks: Any, d
         assert beside == {EBC + "b": True}, "a table grouped with a dynamic one was not found"
 
 
+def test_a_source_that_was_released_leaves_the_model_to_the_next_one(ranks: Any) -> None:
+    for found in ranks("again"):
+        assert len(found) == 6
+        for first, second, left in (found[:3], found[3:]):
+            for seen, later, nothing in (first, second):
+                assert seen
+                assert nothing == {}
+                assert keys_of(seen) == keys_of(later)
+            assert left == (0, [])
+
+
 def test_tracking_and_draining_cause_no_collective(ranks: Any) -> None:
     for without, tracked, drained in ranks("quiet"):
         assert without == tracked > 0

@@ -410,6 +410,28 @@ def quiet(rank: int, world_size: int, folder: Path) -> Any:
     return counts
 
 
+def again(rank: int, world_size: int, folder: Path) -> Any:
+    """What two sources see, each released before the next one, and what is left on the model afterwards."""
+    run, model, found = Rank(rank, world_size), shard_zch(world_size), list[Any]()
+    ids = torch.from_numpy(raw_ids()[:24])
+    features = torchrec.KeyedJaggedTensor(list(FEATURES), ids, lengths=torch.ones(24, dtype=torch.int32))
+    for of, step in (run.model, run.train), (model, lambda _: model(features)):
+        half = nn.ModuleList([of, Model({"ec": {"x": (4, ["fa"], RW)}})])  # whose second part is not sharded
+        for number in (1, 2):
+            with contextlib.suppress(TrackerError):
+                TorchRecSource(half)
+            source = TorchRecSource(of)
+            step(number)
+            seen = source.drain()
+            step(number)
+            source.release()
+            step(3)
+            found.append((seen, source.drain(), source.drain()))
+        left = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in of.modules()]
+        found.append((sum(left), [m for m in of.modules() if getattr(m, "post_lookup_tracker_fn", None)]))
+    return found
+
+
 def beside(rank: int, world_size: int, folder: Path) -> Any:
     """TorchRec's own tracker alone, made before ours, and made after ours: what each has seen."""
     tables = {"ebc": {"a": (8, ["fa"], RW), "b": (4, ["fb"], TW(1))}, "ec": {"d": (8, ["fc"], TW(0))}}
@@ -636,6 +658,7 @@ def run(task: str, rank: int, world_size: int, folder: str) -> None:
         "zch": zch,
         "elsewhere": elsewhere,
         "quiet": quiet,
+        "again": again,
         "beside": beside,
         "signatures": signatures,
         "example": example,
