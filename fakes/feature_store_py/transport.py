@@ -785,9 +785,13 @@ def _from_openapi(error: Any) -> TransportError:
     status, text = getattr(inner, "status_code", None), str(getattr(inner, "message", inner))
     if status is None:
         if any(name in text for name in ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError")):
-            place, reason = re.search(r"host='([^']*)', port=(\d+)", text), re.search(r"\[Errno -?\d+\] [\w ]+", text)
-            where, why = f" to {':'.join(place.groups())}" if place else "", f" ({reason[0]})" if reason else ""
-            return TransportError("ConnectFailed", f"control plane: no connection{where}{why}")
+            # The address asked for, then that of the proxy, if any: the published client takes it from HTTPS_PROXY or
+            # HTTP_PROXY, whatever NO_PROXY says.
+            places = [":".join(place) for place in re.findall(r"host='([^']*)', port=(\d+)", text)] or ["the store"]
+            proxy = f" by way of the proxy {places[-1]}" if places[-1] != places[0] else ""
+            reason = re.search(r"\[Errno -?\d+\] [\w ]+", text)
+            why = f" ({reason[0]})" if reason else ""
+            return TransportError("ConnectFailed", f"control plane: no connection to {places[0]}{proxy}{why}")
         code = "ReadTimeout" if "Read timed out" in text else "ConnectionLost"
         return TransportError(code, f"control plane: {text[:300]}")
     code = str(getattr(inner, "code", ""))

@@ -57,6 +57,14 @@ def test_the_facade_works_over_tls_with_the_certificate_named() -> None:
     assert not folder.exists()
 
 
+def test_a_proxy_that_keeps_a_client_from_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    with FeatureStoreServer(tls=True) as server, pytest.raises(TransportError) as caught:
+        connect(server, server.ca_file)
+    assert f"no connection to 127.0.0.1:{server.port} by way of the proxy 127.0.0.1:9" in str(caught.value)
+
+
 def test_a_certificate_that_is_not_named_is_not_trusted(tmp_path: Path) -> None:
     other = self_signed(tmp_path)
     with FeatureStoreServer(tls=True) as server:
