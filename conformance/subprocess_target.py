@@ -225,8 +225,9 @@ class Program:
         except subprocess.TimeoutExpired:
             code = "its stdout closed"
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - STDERR_BYTES))
-        said = redact(self._stderr.read().decode(errors="replace").strip(), STDERR_BYTES)
-        return ProgramDied(f"{call}: the program ended ({code})" + (f"; its last words: {said}" if said else ""))
+        said = self._stderr.read().decode(errors="replace").strip()
+        quoted = f"; its last words: {redact(said, STDERR_BYTES)}" if said else ""
+        return ProgramDied(f"{call}: the program ended ({code}){quoted}")
 
     def _note(self, who: str, message: dict[str, Any], payload: bytes = b"") -> None:
         if self._transcript is not None:

@@ -76,9 +76,9 @@ def missing(target: str, engine: str) -> Callable[[Scenario], str | None]:
 
     Raises ScenarioError for a target that cannot be found, or cannot run on that engine at all.
     """
-    has = capabilities(target)
     if engine == "virtual" and target.startswith("exec:"):
         raise ScenarioError(f"{target}: a program runs in real time: use the process engine (--engine processes)")
+    has = capabilities(target)
     lacks: Callable[[Scenario], str | None] = lambda scenario: None  # noqa: E731
     if engine == "virtual":
         from ..simulator.virtual.engine import lacks

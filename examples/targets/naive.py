@@ -6,7 +6,7 @@ What it says, each with the smallest scenario in which it happens:
 
 - a request that fails is not tried again, and `write_flush()` returns a summary that nobody reads: `store-error`,
   `store-reset`, `store-partial`, `store-token-revoked` and the like break **no-lost-rows** and **no-silent-loss**;
-- so does an exception in the background (`rank-raise` at `sdk.write`): it is printed, and `close` says that all is well;
+- so does an exception in the background (`rank-raise` at `sdk.write`): it is printed, and `close` says nothing;
 - ts are the wall clock's. When it steps back (`clock-jump`) new rows lose against old ones: **no-lost-rows**; and a
   reader that follows the ts has passed them by then: **incremental-read-complete**.
 """
