@@ -104,6 +104,8 @@ class Kit:
         self.target: str = config.getoption("deltaproof_target")
         profile, seed = config.getoption("deltaproof_profile"), config.getoption("deltaproof_seed")
         self.engines = Engines(_engine_name(config, self.target))
+        if seed < 0:
+            raise pytest.UsageError(f"deltaproof: --deltaproof-seed={seed}: want 0 or more")
         try:
             self.missing = target.missing(self.target, self.engines.name)
             scenarios = profiles.plan(profile, self.engines.name, seed, self.target)
@@ -117,7 +119,7 @@ class Kit:
             scenarios=scenarios,
             repeat=self._repeat(),
         )
-        self.refused = ""
+        self.refused = self.unwritten = ""
         self.document: Document | None = None
 
     def _repeat(self) -> str:
@@ -246,7 +248,10 @@ class Kit:
         if self.is_worker:
             self.config.workeroutput[HANDED_OVER] = to_json(self.document)  # type: ignore[attr-defined]
         elif self.suite.runs and (folder := self.config.getoption("deltaproof_report")):
-            write(self.document, Path(folder))
+            try:
+                write(self.document, Path(folder))
+            except OSError as error:
+                self.unwritten = error.strerror or str(error)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         from rich.console import Console
@@ -261,7 +266,8 @@ class Kit:
         terminalreporter.section(f"deltaproof: {self.target}")
         terminalreporter.write(out.getvalue())
         if folder := self.config.getoption("deltaproof_report"):
-            terminalreporter.write_line(f"report: {os.path.join(folder, 'report.html')}")
+            what = f"none in {folder}: {self.unwritten}" if self.unwritten else os.path.join(folder, "report.html")
+            terminalreporter.write_line(f"report: {what}")
 
     def pytest_unconfigure(self) -> None:
         self.engines.close()

@@ -6,6 +6,7 @@ not judged is ever counted as held.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -272,10 +273,11 @@ class Suite:
             shrunk_from=shrunk_from,
             shrink_runs=runs,
         )
-        if folder is not None:
-            path = save_failure(report, folder)
-            failure.file = str(path)
-            failure.replay = f"{self.program} replay {shlex.quote(str(path))} --engine {self.engine}"
+        # Where nothing can be written, the report has the scenario all the same.
+        with contextlib.suppress(OSError):
+            if folder is not None:
+                failure.file = str(save_failure(report, folder))
+                failure.replay = f"{self.program} replay {shlex.quote(failure.file)} --engine {self.engine}"
         return failure
 
     # ---------------------------------------------------------------------------------------------------- summary

@@ -25,7 +25,7 @@ import os
 
 from deltaproof.conformance import profiles
 from deltaproof.simulator import faults
-from deltaproof.simulator.errors import KitError
+from deltaproof.simulator.errors import KitError, ScenarioError
 from deltaproof.simulator.scenario import Scenario, Table, Workload
 from deltaproof.simulator.virtual.engine import VirtualEngine
 
@@ -43,6 +43,8 @@ def noted(self, scenario, target="reference", **options):
         print(scenario.name, os.getpid(), file=ran)
     if os.environ.get("KIT_BREAKS_AT") == scenario.name:
         raise KitError("the store could not start")
+    if os.environ.get("BAD_INPUT_AT") == scenario.name:
+        raise ScenarioError("the target wants a package that is not there")
     return run(self, scenario, target, **options)
 
 VirtualEngine.run = noted
@@ -159,6 +161,20 @@ def test_a_fault_of_the_kit_is_an_error_even_where_a_failure_is_expected(
     assert done.parseoutcomes() == {"errors": len(PROPERTIES), "deselected": 2 * len(PROPERTIES)}
     assert done.ret == pytest.ExitCode.TESTS_FAILED
     assert "deltaproof itself failed, nothing is known about the target: the store could not start" in done.stdout.str()
+    assert "Traceback" not in done.stdout.str()
+
+
+def test_bad_input_is_an_error_told_in_a_line_and_a_report_that_cannot_be_written_too(
+    foreign: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BAD_INPUT_AT", "refused-once")
+    (foreign.path / "out").write_text("a file where a folder should be")
+    chosen = ["-m", "deltaproof(property='terminates')", "--deltaproof-report=out"]
+    done = foreign.runpytest_inprocess(*QUICK, *chosen)
+    outcomes = done.parseoutcomes()
+    assert (outcomes["errors"], outcomes["passed"]) == (1, 1)  # families after the bad one are not run
+    assert "deltaproof: the target wants a package that is not there" in done.stdout.str()
+    assert "report: none in out: " in done.stdout.str()
     assert "Traceback" not in done.stdout.str()
 
 
