@@ -24,6 +24,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 FILES = sorted((Path(__file__).parents[1] / "scenarios").glob("*.json"))
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+DEVICE_FAILS = Scenario(
+    name="device-fails",
+    tables=(Table(name="item"),),
+    workload=Workload(steps=6),
+    deadlines=Deadlines(run_s=30, grace_s=3),
+)
 SHORT = Scenario(name="short", tables=(Table(name="item"),), workload=Workload(steps=4))
 
 
@@ -125,6 +131,33 @@ def test_the_death_of_a_peer_ends_the_job_within_its_deadline(engine, backend: B
     assert report.history.outcomes[1].status == "killed"
     assert report.history.outcomes[0].status != "deadline"
     assert report.history.wall_s < 60
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("target", "message"), [("OutOfMemory", "out of memory"), ("StickyError", "CUDA error")])
+def test_a_device_that_fails_under_one_rank_ends_the_job_with_its_error(
+    engine, target: str, message: str, backend: Backend
+) -> None:
+    report = check(engine, on_gpu(DEVICE_FAILS, backend), f"deltaproof_gpu_targets:{target}")
+    peer, failed = report.history.outcomes
+    # A broken device may abort the process at its end; what it died of is recorded by then.
+    assert failed.status in ("error", "killed"), failed
+    assert message in failed.error
+    assert peer.status != "ok"
+    # What is broken, if anything, is that rows went missing with the rank that failed: never that somebody hung.
+    assert "terminates" not in {f.property for f in report.findings if f.violations}
+    assert report.history.wall_s < 90
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_stops_coming_is_named_at_the_deadline(engine, backend: Backend) -> None:
+    scenario = on_gpu(DEVICE_FAILS, backend)
+    hung = msgspec.structs.replace(scenario, deadlines=Deadlines(run_s=45.0, grace_s=5.0))
+    report = check(engine, hung, "deltaproof_gpu_targets:StopsComing")
+    assert not report.history.succeeded
+    assert "terminates" in {f.property for f in report.findings if f.violations}
+    assert "StopsComing" in report.history.stacks[1] or "in fail" in report.history.stacks[1]
+    assert report.history.wall_s < 90
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
