@@ -278,6 +278,8 @@ def explore(
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Engines side by side.")] = 1,
     target: TargetOption = None,
     ranks_max: Annotated[int, typer.Option(min=1, max=16, help="Greatest world size.")] = 4,
+    devices: DevicesOption = None,
+    backend: BackendOption = None,
     shrink_s: Annotated[float, typer.Option(min=0, help="Seconds spent on making one failure smaller.")] = 60.0,
     failures: FailuresOption = FAILURES,
     as_json: JsonFlag = False,
@@ -288,6 +290,7 @@ def explore(
 
     _known_engine(engine)
     require_torch()
+    place = _placed(Scenario(), devices, backend)
     if seed is None:
         seed = time.time_ns() % 2**31
     if not as_json:
@@ -316,9 +319,12 @@ def explore(
             shrink_s=shrink_s,
             failures=failures,
             tell=tell,
+            devices=place.devices,
+            backend=place.backend,
         )
     command = f"{_program()} explore --engine {engine} --count {count} --seed {seed} --jobs {jobs}"
     command += f" --ranks-max {ranks_max}" + (f" --target {shlex.quote(target)}" if target else "")
+    command += (f" --devices {devices}" if devices else "") + (f" --backend {backend}" if backend else "")
     if as_json:
         _print_json({"command": "explore", "repeat": command, **result.as_json()})
     else:

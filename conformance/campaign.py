@@ -22,7 +22,7 @@ from rich.text import Text
 from ..simulator.errors import KitError, ScenarioError
 from ..simulator.explore import explore
 from ..simulator.processes.lifeline import die_with_parent
-from ..simulator.scenario import Deadlines, Scenario
+from ..simulator.scenario import Backend, Deadlines, Devices, Scenario
 from ..simulator.strategies import wide_scenarios
 from .check import Engine, check, save_failure
 from .shrink import Smallest, shrink
@@ -137,10 +137,13 @@ def campaign(
     shrink_s: float,
     failures: Path,
     tell: Tell,
+    devices: Devices = "cpu",
+    backend: Backend = "gloo",
 ) -> Result:
     """Run ``count`` generated scenarios on ``jobs`` process engines. Raises KitError when an engine cannot go on."""
     shares = [count // jobs + (i < count % jobs) for i in range(jobs)]
-    work = [_Share(target, n, seed + i * SEED_STRIDE, ranks_max, shrink_s, failures) for i, n in enumerate(shares) if n]
+    common = (ranks_max, shrink_s, failures, devices, backend)
+    work = [_Share(target, n, seed + i * SEED_STRIDE, *common) for i, n in enumerate(shares) if n]
     if len(work) == 1:
         return _job(work[0], tell)
     total = Result()
@@ -192,6 +195,8 @@ class _Share:
     ranks_max: int
     shrink_s: float
     failures: Path
+    devices: Devices
+    backend: Backend
 
 
 def _job_process(share: _Share, pipe: Connection) -> None:
@@ -233,7 +238,8 @@ def _job(share: _Share, tell: Tell) -> Result:
             return report.verdict is not Verdict.BROKEN
 
         # Hypothesis would shrink towards any failure that it meets on the way; `shrink` keeps to the one it was given.
-        drawn = wide_scenarios(world_size_max=share.ranks_max)
+        place = {"devices": share.devices, "backend": share.backend}
+        drawn = wide_scenarios(world_size_max=share.ranks_max).map(lambda s: msgspec.structs.replace(s, **place))
         explore(judged, drawn, count=share.count, seed=share.seed, shrink_s=0)
     return result
 

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING
 
-from ..faults import ClockDrift, ClockFreeze, ClockJump, ClockOffset, ClockStall, DiskCrash, DiskError
 from ..scenario import Scenario
 from . import rank as rank_module
 from .launchers import Job, end_processes
@@ -26,13 +25,13 @@ IDLE_MAX = 8
 #: Runs after which a process is ended, and the growth of its memory since the first run that ends it sooner.
 RUNS_MAX = 50
 GROWTH_BYTES_MAX = 256 << 20
-#: Faults that replace functions of the whole process.
-PATCHING = (ClockJump, ClockOffset, ClockStall, ClockDrift, ClockFreeze, DiskCrash, DiskError)
+#: Families with faults that replace functions of the whole process.
+PATCHING = ("clock", "disk")
 
 
 def may_share(scenario: Scenario, target: str) -> bool:
     """Whether ranks of this run may have run something before and may run something after it."""
-    patched = scenario.workload.step_seconds > 0 or any(isinstance(f, PATCHING) for f in scenario.faults)
+    patched = scenario.workload.step_seconds > 0 or any(f.family in PATCHING for f in scenario.faults)
     # A process keeps the CUDA device that it has once used.
     return target == "reference" and not patched and scenario.devices != "per-rank"
 
@@ -167,7 +166,8 @@ class RankPool:
             worker = rank.give_back()
             if worker is None:
                 continue
-            fresh = worker.runs < RUNS_MAX and (rank.grown_bytes or 0) < GROWTH_BYTES_MAX
+            grown = rank.grown_bytes
+            fresh = worker.runs < RUNS_MAX and grown is not None and grown < GROWTH_BYTES_MAX
             if well and fresh and len(self._idle) < IDLE_MAX:
                 self._idle.append(worker)
             else:

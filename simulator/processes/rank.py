@@ -6,6 +6,7 @@ Everything it learns from is in ``RankSpec``; everything it leaves is in the run
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import faulthandler
 import gc
@@ -106,6 +107,8 @@ def serve(tasks: Connection) -> None:
         if code or not _ended(set(threading.enumerate()) - threads):
             sys.exit(code)
         undo.close()
+        if not begun.intact():
+            sys.exit(code)
         begun.restore()
         tasks.send(begun.grown_bytes())
         # Behind the answer: the next run is prepared meanwhile, and waits for this only if it is faster.
@@ -138,9 +141,14 @@ class Slate:
             for module in modules
         ]
 
+        self._patchable = [(vars(module), dict(vars(module))) for module in (builtins, os, threading, time)]
         self._environment, self._folder = dict(os.environ), os.getcwd()
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._bytes: int | None = None
+
+    def intact(self) -> bool:
+        """Whether the functions that faults replace are the process's own."""
+        return all(now.get(name) is was for now, then in self._patchable for name, was in then.items())
 
     def restore(self) -> None:
         import torch

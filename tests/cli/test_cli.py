@@ -103,6 +103,7 @@ def test_version(cli) -> None:
         (["run", "s.json", "--data", "absent.parquet"], "absent.parquet"),
         (["run", "s.json", "--devices", "tpu"], "--devices tpu: want cpu, per-rank or shared"),
         (["run", "s.json", "--backend", "nccl"], "backend 'nccl' needs CUDA tensors"),
+        (["explore", "--backend", "nccl"], "backend 'nccl' needs CUDA tensors"),
         (["demo", "--data", "s.json"], "cannot read interactions from s.json"),
         (["list", "gremlins"], "cannot list 'gremlins'"),
         (["explore", "--count", "0"], "--count"),
@@ -373,9 +374,7 @@ def test_kill_9_of_the_command_leaves_nothing_of_torchrun_either(cli, nodes: int
             until(lambda: len(ranks_of_torchrun(cli)) == 2, "the ranks' processes")
         else:
             until(lambda: len(list(cli.temporary.glob("deltaproof-*/run*/rank?.ledger.arrows"))) == 2, "training", 300)
-        assert (
-            len(cli.left_over()) > 3 + nodes
-        )  # the command, the store and multiprocessing's own too
+        assert len(cli.left_over()) > 3 + nodes  # the command, the store and multiprocessing's own too
     finally:
         process.kill()
         process.communicate(timeout=30)

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from typing import Any
 
 from deltaproof.simulator.target import reference
 
@@ -12,7 +13,8 @@ class FailsOn:
     """The reference, and on rank 1 a failure of the device in step 3, where a delta is gathered."""
 
     def __init__(self, context) -> None:
-        self.rank, self.inner = context.rank, reference(context)
+        self.rank = context.rank
+        self.inner: Any = reference(context)
 
     def start(self) -> None:
         self.inner.start()

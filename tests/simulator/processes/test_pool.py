@@ -12,10 +12,11 @@ import pytest
 from deltaproof.conformance.check import check
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.catalogue import MIXED
-from deltaproof.simulator.faults import ClockOffset, RankKill, RankRaise
+from deltaproof.simulator.faults import ClockOffset, DiskError, RankKill, RankRaise
 from deltaproof.simulator.history import History, values_at
+from deltaproof.simulator.processes import engine as engine_module
 from deltaproof.simulator.processes import pool
-from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
+from deltaproof.simulator.scenario import Deadlines, PublisherConfig, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -113,6 +114,16 @@ def test_what_patches_a_process_and_what_is_no_reference_gets_a_process_of_its_o
         assert not pids(history) & set(waiting)
         assert runs_before(history) == {0}
     assert engine._pool.idle_pids == waiting
+
+
+@pytest.mark.parametrize("fault", [ClockOffset(rank=0, seconds=60.0), DiskError(rank=0, nth=99)])
+def test_a_process_whose_clock_or_disk_was_replaced_is_ended_even_if_nobody_expected_it(
+    engine, fault: ClockOffset | DiskError, monkeypatch
+) -> None:
+    monkeypatch.setattr(engine_module, "may_share", lambda scenario, target: True)
+    scenario = msgspec.structs.replace(FIRST, faults=(fault,), publisher=PublisherConfig(retain=True))
+    assert engine.run(scenario).succeeded
+    assert len(engine._pool.idle_pids) == 1  # that of rank 1
 
 
 def test_a_rank_that_was_killed_while_it_waited_is_replaced(engine, monkeypatch) -> None:
