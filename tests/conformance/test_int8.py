@@ -1,11 +1,12 @@
 """Rows published as int8 are matched with the model: exactly as FBGEMM makes them, or as near as its format can be."""
 
-import itertools
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -30,7 +31,9 @@ def test_two_encoders_that_share_no_code_agree_to_the_bit(rows: np.ndarray) -> N
     assert int8.encode(rows).tobytes() == delta.quantise(rows).tobytes()
 
 
-def encoded(rows: np.ndarray, scale: np.ndarray, offset: np.ndarray, rounding: np.ufunc) -> np.ndarray:
+def encoded(
+    rows: np.ndarray, scale: np.ndarray, offset: np.ndarray, rounding: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
     """Rows in int8 with this scale and offset (n, 1), which are rounded to fp16 after the numbers were made."""
     numbers = np.clip(rounding((rows - offset) / np.where(scale == 0, 1, scale)), 0, 255).astype(np.uint8)
     trailer = np.concatenate([scale, offset], axis=1).astype("<f2")
@@ -55,8 +58,15 @@ def ledger_of(*versions: np.ndarray) -> LedgerTable:
     )
 
 
-@given(ROWS, st.sampled_from([np.rint, np.round]))
-def test_a_row_that_was_rounded_in_another_way_is_the_models(rows: np.ndarray, rounding: np.ufunc) -> None:
+def half_up(numbers: np.ndarray) -> np.ndarray:
+    return np.floor(numbers + 0.5)
+
+
+@given(ROWS, st.sampled_from([np.rint, half_up]))
+@example(np.array([[-127.5, 1.0, 3.0, 127.5]], np.float32), half_up)  # half a step off, and FBGEMM rounds down
+def test_a_row_that_was_rounded_in_another_way_is_the_models(
+    rows: np.ndarray, rounding: Callable[[np.ndarray], np.ndarray]
+) -> None:
     wide = rows.astype(np.float64)
     low, high = wide.min(axis=1, keepdims=True), wide.max(axis=1, keepdims=True)
     made = encoded(wide, (high - low) / 255, low, rounding)
@@ -87,10 +97,10 @@ def test_the_value_of_each_step_is_told_apart_and_one_that_came_back_lasts() -> 
         assert (set(first.tolist()), set(last.tolist())) == ({expected[0]}, {expected[1]})
 
 
-KNOWN = ["S02", "S13", "S20", "S28", "S31", "S33", "S03", "S40"]
+KNOWN = {"S02": "json", "S03": "arrow", "S13": "arrow", "S28": "json", "S31": "arrow", "S33": "json", "S40": "arrow"}
 
 
-@pytest.mark.parametrize(("specimen", "how"), list(itertools.product(KNOWN, ["arrow", "json"])))
+@pytest.mark.parametrize(("specimen", "how"), list(KNOWN.items()))
 def test_known_bugs_are_found_in_int8_too(specimen: str, how: str) -> None:
     known, engine = SPECIMENS[specimen], VirtualEngine()
     publisher = msgspec.structs.replace(known.scenario.publisher, embedding_type="int8", upload_format=how)
@@ -103,6 +113,19 @@ def test_known_bugs_are_found_in_int8_too(specimen: str, how: str) -> None:
         if set(known.properties) <= found:
             return
     pytest.fail(f"{known.properties} did not report {specimen}, {found} did")
+
+
+@pytest.mark.parametrize(("asked", "dim"), [("float32", 4), ("int8", 8)])
+def test_rows_of_another_type_are_no_rows_even_if_their_length_fits(asked: str, dim: int) -> None:
+    scenario = msgspec.structs.replace(SPECIMENS["S02"].scenario, faults=())
+    publisher = msgspec.structs.replace(scenario.publisher, embedding_type=asked)
+    history = VirtualEngine().run(msgspec.structs.replace(scenario, publisher=publisher))
+    other = pa.uint8() if asked == "float32" else pa.float32()
+    name = next(iter(history.manifest.values()))
+    rows = pa.table({"pk": [name], "sk": [1], "ts": [1], "embedding": pa.array([[1] * dim], pa.list_(other))})
+    [found] = [rows for rows in evidence.match(history, rows).values() if len(rows.keys)]
+    assert not found.sized.any()
+    assert (found.last == evidence.NEVER).all()
 
 
 def test_a_target_that_publishes_another_type_than_it_was_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

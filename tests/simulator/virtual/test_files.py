@@ -114,7 +114,7 @@ def test_text_temporary_files_and_descriptors_work() -> None:
             named.seek(0)
             held = named.read()
         os.replace(named.name, f"{ROOT}/placed")
-        with tempfile.TemporaryFile(dir=ROOT) as nameless:
+        with os.fdopen(os.open(ROOT, os.O_TMPFILE | os.O_RDWR), "w+b") as nameless:
             assert nameless.write(b"xyz") == 3
             assert sorted(os.listdir(ROOT)) == ["placed", "text"]
         descriptor, path = tempfile.mkstemp(dir=ROOT)
@@ -272,6 +272,15 @@ def test_a_killed_process_loses_its_own_buffers_only() -> None:
             disk._scheduler.kill(0)
 
     assert in_every_world(main, left) == {frozenset({("a", b"1234"), ("b", b"")})}
+
+
+def test_what_a_dead_process_had_in_a_buffer_reaches_nobody_later() -> None:
+    def main(disk: Disk) -> None:
+        with open(f"{ROOT}/a", "wb") as file:
+            file.write(b"1234")
+            disk.end_process(0)
+
+    assert simulate(main, then=left)[-1] == frozenset({("a", b"")})
 
 
 def test_make_folder_waits_for_what_another_has_just_made() -> None:
