@@ -78,7 +78,7 @@ def headline(document: Document) -> str:
 def table(document: Document) -> Table:
     """Property by fault family: how many runs held, or broke of how many; ``-`` not tested, ``?`` not exercised."""
     found = Table(box=None, pad_edge=False)
-    found.add_column("property")
+    found.add_column("property", min_width=max((len(p.name) for p in document.properties), default=0))
     for family in document.families:
         found.add_column("no fault" if family == "none" else family, justify="right")
     for property in document.properties:
