@@ -1040,12 +1040,13 @@ class Store:
         (values of pk; default: all). Raises ViewNotFound, InvalidVersion, BodyTooLarge (out of memory).
         """
         check_version(version)
+        wanted = None if tables is None else set(tables)  # of thousands, perhaps, among as many
         with self._lock:
             target = self._view(project, view)
             expired_before = self._expired_before(target.spec)
             parts = []
             for pk, rows in sorted(target.versions.get(version, {}).items()):
-                if tables is not None and pk not in tables:
+                if wanted is not None and pk not in wanted:
                     continue
                 image = rows.image(expired_before, after_ts)
                 if len(image.order):

@@ -519,6 +519,17 @@ def test_nulls_outside_a_slice_do_no_harm(store: Store) -> None:
 # Snapshots
 
 
+def test_the_tables_of_a_snapshot_are_found_without_a_search_for_each(store: Store) -> None:
+    class Names(list[str]):
+        def __contains__(self, _: object) -> bool:
+            raise AssertionError("searched from end to end, once for each table of the store")
+
+    for pk in ("a", "b", "c"):
+        put(store, pk, 1, [1.0], ts=5)
+    found = store.snapshot(PROJECT, VIEW, VERSION, tables=Names(["c", "a", "a", "x"])).table()
+    assert found.column("pk").to_pylist() == ["a", "c"]
+
+
 def test_a_snapshot_goes_with_its_view(store: Store) -> None:
     put(store, "t", 1, [1.0], ts=5)
     kept = [store.snapshot(PROJECT, VIEW, VERSION), store.as_of(PROJECT, VIEW).snapshot(PROJECT, VIEW, VERSION)]
