@@ -25,6 +25,7 @@ _END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
 _RECORD_BATCH: Final = 3  # MessageHeader union (Arrow format, Message.fbs)
 SCHEMA_BYTES_MAX: Final = 2**16  # three columns take some hundred bytes
 BATCHES_MAX: Final = 10_000  # of an Arrow stream: each costs some KiB, whatever it holds
+FIELDS_MAX: Final = 16  # of each of several batches, as each field costs about as much; three columns have four
 JSON_WINDOW_BYTES: Final = 2**20
 _NUMBERS_MAX: Final = 2**16  # at a time as Python objects
 _STRING_OR_BRACE: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}]', re.DOTALL)
@@ -81,6 +82,11 @@ def _is_compressed(metadata: bytes) -> bool:
     return _field(metadata, batch, 3) is not None
 
 
+def _fields(kind: pa.DataType) -> int:
+    """How many arrays a column of that type is made of."""
+    return 1 + sum(_fields(kind.field(number).type) for number in range(kind.num_fields))
+
+
 def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
     """One record batch from an Arrow IPC stream (several batches are joined), fully validated. Refers to ``body``.
 
@@ -107,8 +113,10 @@ def read_arrow(body: bytes | pa.Buffer) -> pa.RecordBatch:
             batches = [pa.ipc.read_record_batch(messages[1], schema)]
         else:
             with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-                batches = list(reader)
                 schema = reader.schema
+                if sum(map(_fields, schema.types)) > FIELDS_MAX:
+                    raise MalformedBody(f"Arrow: over {FIELDS_MAX} fields in each of many batches; send three columns")
+                batches = list(reader)
         _ = schema.names  # decoded here, so that one that is no UTF-8 (ValueError) is found here
         for batch in batches:
             batch.validate(full=True)

@@ -193,18 +193,31 @@ def nested(kind: str, depth: int) -> pa.Schema:
     return pa.schema([("embedding", inner)])
 
 
+def repeated(schema: pa.Schema) -> bytes:
+    """Two batches without rows."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for _ in range(2):
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in schema.types], schema=schema))
+    return sink.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         *((schema_alone(nested(kind, depth)), "") for kind in ("list", "struct") for depth in (60, 100, 1000)),
         (schema_alone(pa.schema([(f"c{number}", pa.int8()) for number in range(100_000)])), "schema of over"),
+        (repeated(pa.schema([(f"c{number}", pa.null()) for number in range(17)])), "over 16 fields"),
+        (repeated(nested("struct", 16)), "over 16 fields"),
+        (repeated(nested("struct", 15)), "columns"),
         (schema_alone(TWO.schema.with_metadata({b"x": b"y" * 30 * MIB})), "schema of over"),
         (ipc(rows([f"n{number}" for number in range(100_000)], list(range(100_000)), [[1.0]] * 100_000)), "columns"),
         (ipc(pa.RecordBatch.from_arrays([pa.nulls(2**31 - 2)] * 2, ["pk", "sk"])), "columns"),
     ],
     ids=[
         *("60 lists", "100 lists", "1000 lists", "60 structs", "100 structs", "1000 structs"),
-        *("100,000 columns", "30 MiB of metadata", "100,000 names", "2^31 nulls"),
+        *("100,000 columns", "17 columns twice", "16 structs twice", "15 structs twice"),
+        *("30 MiB of metadata", "100,000 names", "2^31 nulls"),
     ],
 )
 def test_large_and_deep_streams_are_refused(server: FeatureStoreServer, raw: Raw, body: bytes, words: str) -> None:
