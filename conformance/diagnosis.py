@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ..simulator.faults import DiskCrash, RankKill
+from ..simulator.faults import DiskCrash, RankKill, RefusedVersion
 from ..simulator.history import History
 
 #: Name of a diagnosis -> what it means and what to do about it.
@@ -36,11 +36,12 @@ def diagnose(history: History) -> list[tuple[str, str]]:
 
 def _signs(history: History) -> Iterator[tuple[str, str]]:
     planned = zip(history.scenario.faults, history.fired, strict=False)
-    mortal = any(isinstance(fault, RankKill | DiskCrash) and fired for fault, fired in planned)
+    struck = {type(fault) for fault, fired in planned if fired}
+    mortal = bool(struck & {RankKill, DiskCrash})
     for attempt in history.starts:
         for outcome in attempt.outcomes:
             rank = f"rank {outcome.rank}"
-            if outcome.where == "factory" and outcome.status == "error":
+            if outcome.where == "factory" and outcome.status == "error" and RefusedVersion not in struck:
                 yield "factory-raises", f"{rank}: {outcome.error}"
             seen = {e.kind for e in history.of(f"rank{outcome.rank}") if e.attempt == outcome.attempt}
             if outcome.status == "deadline" and not seen & {"publisher-started", "error"}:

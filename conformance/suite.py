@@ -181,9 +181,11 @@ class Suite:
     def ask(self, engine: Engine | None, scenario: Scenario, missing: str | None = None) -> Run:
         """Run a scenario, or note why not, and count it. Raises ScenarioError for bad input.
 
-        Of a target that cannot even be started nothing more can be learnt: the rest is not tested, and says why.
+        Of a target that cannot even be started, though no fault was planned, nothing more can be learnt: the rest is
+        not tested, and says why.
         """
-        hopeless = sorted(HOPELESS & {diagnosis.name for diagnosis in self.diagnoses})
+        calm = (run for run in self.runs.values() if not run.faults)
+        hopeless = sorted(HOPELESS & {diagnosis.name for run in calm for diagnosis in run.diagnoses})
         if hopeless and not missing:
             missing = f"not asked: the target {hopeless[0]}"
         run = run_one(engine, scenario, self.target, missing, self.engine)

@@ -11,7 +11,8 @@ from deltaproof.conformance import profiles
 from deltaproof.conformance.check import check
 from deltaproof.conformance.diagnosis import DIAGNOSES, diagnose
 from deltaproof.conformance.profiles import PROFILES
-from deltaproof.conformance.suite import FAMILIES, families
+from deltaproof.conformance.specimens import SPECIMENS
+from deltaproof.conformance.suite import FAMILIES, Suite, families
 from deltaproof.conformance.target import CAPABILITIES, capabilities, default_engine, missing, needs, seam_of
 from deltaproof.conformance.verdict import Report
 from deltaproof.simulator.errors import ScenarioError
@@ -109,6 +110,21 @@ def test_a_factory_that_raises_is_called_so() -> None:
     assert diagnosed(run(bad("raises"))) == {"factory-raises": "rank 0: ValueError: no configuration file"}
 
 
+def test_a_factory_may_refuse_the_version_that_serving_reads() -> None:
+    report = run("reference", SPECIMENS["S48"].scenario)
+    assert report.history.outcomes[0].where == "factory"
+    assert not diagnose(report.history)
+
+
+def test_a_target_that_a_fault_kept_from_starting_is_asked_on() -> None:
+    faulty = msgspec.structs.replace(SHORT, name="faulty", faults=(StoreError(),))
+    suite = Suite(bad("raises"), "virtual", "smoke", 0, [faulty, SHORT, faulty])
+    for number, scenario in enumerate(suite.scenarios):
+        suite.ask(VirtualEngine(), msgspec.structs.replace(scenario, name=f"{number}"))
+    assert [bool(run.findings) for run in suite.runs.values()] == [True, True, False]
+    assert suite.runs["2"].reason == "not asked: the target factory-raises"
+
+
 def test_threads_that_close_leaves_are_named() -> None:
     report = run(bad("LeaksThread"))
     assert re.fullmatch("rank[01]: forgotten", diagnosed(report)["leaks-threads"])
@@ -164,8 +180,6 @@ def test_a_seam_is_known_before_a_run() -> None:
 
 
 def test_the_uploader_gets_what_the_reference_would_send_and_may_refuse_the_version() -> None:
-    from deltaproof.conformance.specimens import SPECIMENS
-
     report = run(f"{TEMPLATES}.uploader:Adapter", SPECIMENS["S48"].scenario)
     assert all(report.history.fired)
     assert not broken(report)
@@ -272,8 +286,6 @@ def test_a_profile_is_the_same_each_time_and_its_names_are_unique(engine: str) -
 
 @pytest.mark.usefixtures("_few")
 def test_profile_ci_has_the_scenario_of_every_known_bug() -> None:
-    from deltaproof.conformance.specimens import SPECIMENS
-
     names = {s.name for s in profiles.plan("ci", "processes", 0)}
     assert {specimen.scenario.name for specimen in SPECIMENS.values()} <= names
 
