@@ -285,10 +285,14 @@ def _is_name(text: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether a name or address (IPv6: without brackets) is this machine's own."""
+    return host.lower() == "localhost" or _is_loopback_address(host)
+
+
+def _is_loopback_address(text: str) -> bool:
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(text).is_loopback
     except ValueError:
-        return host.lower() == "localhost"
+        return False
 
 
 def endpoint(scheme: str, host: str, port: int) -> str:
@@ -299,7 +303,7 @@ def endpoint(scheme: str, host: str, port: int) -> str:
 
 def check_loopback(remote: str | None) -> None:
     """Raise AccessDenied unless the peer address is this machine."""
-    if remote is None or not is_loopback(remote):
+    if remote is None or not _is_loopback_address(remote.partition("%")[0]):
         raise AccessDenied("admin routes answer on loopback only")
 
 

@@ -291,7 +291,8 @@ def test_odd_methods(impatient: FeatureStoreServer, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["", "\x00", "a" * 5000, "[::1", "127.0.0.1:-1", "127.0.0.1.", "é", "x\r\nHost: 127.0.0.1"]
+    "host",
+    ["", "\x00", "a" * 5000, "[::1", "127.0.0.1:-1", "127.0.0.1.", "127.0.0.1%x.example", "é", "x\r\nHost: 127.0.0.1"],
 )
 def test_odd_hosts_do_not_open_the_admin_routes(impatient: FeatureStoreServer, host: str) -> None:
     check(impatient, f"GET /_admin/requests HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(), 400, 403)
