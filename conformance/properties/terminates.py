@@ -27,7 +27,7 @@ def terminates(history: History) -> Finding:
     def violation(outcome: RankOutcome) -> Violation:
         last = next((e.step for e in reversed(history.events) if e.rank == outcome.rank and e.step is not None), None)
         hang = [e for e in history.events if e.kind == "hang" and e.attempt == outcome.attempt]
-        seen = "; ".join(f"rank {e.rank} {e.data['says']}" for e in sorted(hang, key=lambda e: e.rank or 0))
+        seen = "; ".join(e.data["says"] for e in sorted(hang, key=lambda e: e.rank or 0))
         return Violation(
             property=finding.property,
             message=f"rank {outcome.rank} was still running when its time was over ({limits})"

@@ -44,6 +44,7 @@ WORDS = {
     "thread-died": "a thread of the target died",
     "rank-end": "loop is over",
     "rank-exit": "process is gone",
+    "hang": "somebody's time is over",
     "rank-ended-by-supervisor": "ENDED by the supervisor",
     "request": "store answers",
 }

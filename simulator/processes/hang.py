@@ -203,19 +203,20 @@ def _from_outside(pid: int) -> tuple[str, str]:
 
 
 def tell(
-    flights: Mapping[int, Flight], gone: Mapping[int, str], raised: set[int], states: Mapping[int, str]
+    flights: Mapping[int, Flight], gone: Mapping[int, str], raised: set[int], seen: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, str]:
-    """One phrase per rank: ``waits in all_reduce #14 at train.py:88 in vote, for 2.0 s``, ``has ended (exit code 1)``.
+    """A phrase for each rank: ``rank 1 waits in all_reduce #14 at train.py:88 in vote, for 2.0 s``, ``rank 0 has ended
+    (exit code 1)``.
 
-    ``gone``: what became of the ranks that are; ``raised``: those that raised and live on; ``states``: of their
-    processes. A rank that is behind one that waits is one of the missing.
+    ``gone``: what became of the ranks that are; ``raised``: those that raised and live on; ``seen``: what `collect`
+    found. A rank that is behind one that waits is one of the missing.
     """
     now_s = _now_s()
     awaited = max((call.number for flight in flights.values() for call in flight.waits), default=0)
     said = {}
     for rank, flight in flights.items():
         if rank in gone:
-            said[rank] = f"has ended ({gone[rank]})"
+            said[rank] = f"rank {rank} has ended ({gone[rank]})"
             continue
         if flight.waits:
             call = flight.waits[-1]
@@ -228,8 +229,12 @@ def tell(
             text = f"waits in no collective; its last one was {flight.last}"
         if rank in raised:
             text = f"raised but did not exit; it {text}"
-        state = states.get(rank, "")
-        said[rank] = text + (f"; its process is in state {state}" if state[:1] in ("T", "D", "Z") else "")
+        evidence = seen.get(rank, {})
+        if not flight.waits and evidence.get("flight_recorder"):
+            text += f"; torch has not finished {evidence['flight_recorder'][0]}"
+        if evidence.get("process", "").startswith(("T", "D", "Z")):
+            text += f"; its process is in state {evidence['process']}"
+        said[rank] = f"rank {rank} {text}"
     return said
 
 

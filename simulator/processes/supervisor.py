@@ -222,8 +222,7 @@ class Supervisor:
         gone = {rank: hang.ended_as(p.exitcode) for rank, p in enumerate(self.ranks) if rank not in ranks}
         flights = {rank: hang.read_flight(self.folder / f"rank{rank}.flight.json") for rank in range(len(self.ranks))}
         raised = {rank for rank in ranks if (self.folder / f"rank{rank}.failed").exists()}
-        states = {rank: evidence["process"] for rank, evidence in seen.items()}
-        for rank, says in hang.tell(flights, gone, raised, states).items():
+        for rank, says in hang.tell(flights, gone, raised, seen).items():
             evidence = seen.get(rank, {})
             self.stacks[rank] = evidence.pop("stacks", "")
             self._note("hang", rank, says=says, **evidence)

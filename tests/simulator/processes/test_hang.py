@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import psutil
@@ -64,15 +65,21 @@ def test_each_rank_gets_one_phrase() -> None:
         4: Flight(),
         5: Flight(before),
     }
-    said = tell(flights, gone={0: ended_as(-9)}, raised={5}, states={2: "T (stopped)", 3: "S (sleeping)"})
+    seen: dict[int, dict[str, Any]] = {
+        1: {"process": "S (sleeping)", "flight_recorder": ["gloo:all_reduce #20 of 0:default_pg, scheduled"]},
+        2: {"process": "T (stopped)", "flight_recorder": None},
+        3: {"process": "S (sleeping)", "flight_recorder": ["gloo:all_reduce #21 of 0:default_pg, scheduled"]},
+    }
+    said = tell(flights, gone={0: ended_as(-9)}, raised={5}, seen=seen)
     assert said == {
-        0: "has ended (signal 9, Killed)",
-        1: "waits in all_reduce #14 at train.py:88 in vote, for 12.0 s",
-        2: "has not come to #14; its last collective was barrier #13 at train.py:80 in start; "
+        0: "rank 0 has ended (signal 9, Killed)",
+        1: "rank 1 waits in all_reduce #14 at train.py:88 in vote, for 12.0 s",
+        2: "rank 2 has not come to #14; its last collective was barrier #13 at train.py:80 in start; "
         "its process is in state T (stopped)",
-        3: "waits in no collective; its last one was all_reduce #14 at train.py:88 in vote",
-        4: "has begun no collective",
-        5: "raised but did not exit; it has not come to #14; its last collective was barrier #13 "
+        3: "rank 3 waits in no collective; its last one was all_reduce #14 at train.py:88 in vote; "
+        "torch has not finished gloo:all_reduce #21 of 0:default_pg, scheduled",
+        4: "rank 4 has begun no collective",
+        5: "rank 5 raised but did not exit; it has not come to #14; its last collective was barrier #13 "
         "at train.py:80 in start",
     }
 
@@ -112,14 +119,14 @@ def test_a_stopped_rank_is_named_and_so_is_what_its_peer_waits_in(engine) -> Non
     report = check(engine, SHORT, "deltaproof_test_targets:StopsItself")
     assert [o.status for o in report.history.outcomes] == ["deadline", "deadline"]
     hung = {e.rank: e.data for e in report.history.events if e.kind == "hang"}
-    assert hung[0]["says"].startswith("waits in all_")
+    assert hung[0]["says"].startswith("rank 0 waits in all_")
     assert hung[0]["stacks_from"] == "faulthandler"
     assert any("gloo:all_" in entry for entry in hung[0]["flight_recorder"])
     assert "has not come to #" in hung[1]["says"]
     assert "stopped" in hung[1]["says"]
     assert hung[1]["stacks_from"] != "faulthandler"
     violation = next(v for v in report.violations if v.property == "terminates" and v.rank == 0)
-    assert f"rank 0 {hung[0]['says']}; rank 1 {hung[1]['says']}" in violation.message
+    assert f"{hung[0]['says']}; {hung[1]['says']}" in violation.message
     assert "in forward" in report.history.stacks[0]
     assert "in _listen" not in report.history.stacks[0]
 
@@ -128,7 +135,7 @@ def test_a_stopped_rank_is_named_and_so_is_what_its_peer_waits_in(engine) -> Non
 def test_the_collective_and_its_call_site_are_named(engine) -> None:
     report = check(engine, SHORT, "deltaproof_test_targets:VotesAlone")
     says = next(e.data["says"] for e in report.history.events if e.kind == "hang" and e.rank == 1)
-    assert says.startswith("waits in all_reduce #"), says
+    assert says.startswith("rank 1 waits in all_reduce #"), says
     assert "at deltaproof_test_targets.py:" in says
     assert "in after_step" in says
     # Rank 0 is gone, or it hangs in another collective: which one, depends on how far it came.
