@@ -118,8 +118,7 @@ class VirtualEngine:
 
 def lacks(scenario: Scenario) -> str | None:
     """What this engine lacks to run a scenario, in words; None when it can."""
-    devices = getattr(scenario, "devices", "cpu")
-    return None if devices == "cpu" else f"no devices, and the scenario asks for {devices!r}"
+    return None if scenario.devices == "cpu" else f"no devices, and this scenario's are {scenario.devices!r}"
 
 
 def _own_package(target: str) -> list[str]:

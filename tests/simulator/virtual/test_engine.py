@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from deltaproof.conformance.judge import judge
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.catalogue import demo_scenarios
+from deltaproof.simulator.errors import ScenarioError
 from deltaproof.simulator.explore import explore
 from deltaproof.simulator.faults import DiskCrash, DiskError, RankKill, StoreError
 from deltaproof.simulator.history import History
@@ -196,6 +197,12 @@ def test_planted_bugs_of_threading_are_shrunk(bug: str) -> None:
     [failure] = campaign.failures
     assert failure.smallest.world_size <= 2
     assert failure.smallest.workload.steps <= 3
+
+
+def test_a_scenario_for_devices_is_refused() -> None:
+    scenario = msgspec.structs.replace(SMALL, devices="shared")
+    with pytest.raises(ScenarioError, match=r"the virtual engine has no devices.*'shared'; use the process engine"):
+        VirtualEngine().run(scenario)
 
 
 def test_what_cannot_be_simulated_fails_the_run_by_name() -> None:
