@@ -121,6 +121,8 @@ class Result:
         for failure in self.failures:
             out.print(Text(f"BROKEN {', '.join(failure['broken'])}: {failure['message']}", "bold red"))
             out.print(Text(f"  smallest of {failure['shrink_runs'] + 1} runs; deltaproof replay {failure['path']}"))
+            if "history" in failure:
+                out.print(Text(f"  what was seen: deltaproof show {failure['history']}"))
 
 
 def _median(values: list[float]) -> float:
@@ -214,12 +216,17 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _saved(report: Report, folder: Path) -> str:
+def _saved(report: Report, folder: Path) -> dict[str, str]:
+    """Where the failure file is, and the history: on real processes, the next run may go another way."""
     try:
-        return str(save_failure(report, folder))
+        path = save_failure(report, folder)
+        history = path.with_suffix("")
+        if not history.exists():  # the same scenario may have failed before
+            report.history.save(history)
+        return {"path": str(path), "history": str(history)}
     except OSError as error:
         # The scenario is in the result too; a campaign of hours must not end for want of a folder.
-        return f"(not saved in {folder}: {error.strerror or error})"
+        return {"path": f"(not saved in {folder}: {error.strerror or error})"}
 
 
 def _job(share: _Share, tell: Tell) -> Result:
@@ -262,7 +269,7 @@ def _smallest(engine: Engine, report: Report, share: _Share) -> dict[str, Any]:
 
     smallest = shrink(judged, report, broken, share.shrink_s) if share.shrink_s else Smallest(report, 0)
     return {
-        "path": _saved(smallest.report, share.failures),
+        **_saved(smallest.report, share.failures),
         "broken": [f.property for f in smallest.report.findings if f.violations],
         "message": smallest.report.violations[0].message,
         "shrink_runs": smallest.runs,

@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from deltaproof.conformance.check import load
+from deltaproof.conformance.judge import judge
 from deltaproof.simulator.faults import REGISTRY, RankKill
+from deltaproof.simulator.history import History
 from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -198,9 +200,10 @@ def test_explore_draws_the_count_and_the_same_seed_repeats(cli) -> None:
     assert len(set(first["drawn"])) > 1
 
 
+@pytest.mark.timeout(300)
 def test_explore_finds_and_shrinks_a_specimen_with_two_jobs(cli) -> None:
-    args = ["--count", "4", "--seed", "1", "--jobs", "2", "--target", "specimen:S02", "--shrink-s", "3"]
-    ended = cli.run("explore", *args, "--json")
+    args = ["--count", "6", "--seed", "1", "--jobs", "2", "--target", "specimen:S02", "--shrink-s", "3"]
+    ended = cli.run("explore", *args, "--json", timeout_s=250)
     assert ended.returncode == 1, ended
     failures = json.loads(ended.stdout)["failures"]
     assert failures
@@ -208,6 +211,9 @@ def test_explore_finds_and_shrinks_a_specimen_with_two_jobs(cli) -> None:
     found = [(load(cli.folder / f["path"]).scenario.to_json(), f["found"]) for f in failures]
     assert all(len(smallest) <= len(as_found) for smallest, as_found in found)
     assert any(len(smallest) < len(as_found) for smallest, as_found in found)
+    for failure in failures:
+        report = judge(History.load(cli.folder / failure["history"]))
+        assert [f.property for f in report.findings if f.violations] == failure["broken"]
     assert cli.run("replay", failures[0]["path"]).returncode == 1
 
 
