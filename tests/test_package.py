@@ -123,7 +123,12 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         info = {Path(name).name for name in archive.namelist() if ".dist-info/" in name}
     expected = {f"deltaproof/{path.relative_to(ROOT)}" for path in SOURCES.values()}
     assert {name for name in names if name.endswith(".py")} == expected
-    assert {"deltaproof/py.typed", "deltaproof/fakes/server/status.html"} <= set(names)
+    data = {
+        "deltaproof/py.typed",
+        "deltaproof/fakes/server/status.html",
+        "deltaproof/conformance/report/report.html.j2",
+    }
+    assert data <= set(names)
     assert not [name for name in names if name.split("/")[1] in ("tests", "benchmarks", "examples", "ci", "docs")]
     assert {"LICENSE", "entry_points.txt", "METADATA"} <= info
 

@@ -103,6 +103,14 @@ def varied(draw: st.DrawFn) -> History:
 
 
 @st.composite
+def dynamic(draw: st.DrawFn) -> History:
+    """Histories of jobs with a table whose keys lie anywhere in int64, where every rank ended well."""
+    scenario = draw(variants())
+    table = Table(name="ad", owner="dyn", rows=draw(st.integers(1, 12)), sharding="dynamic")
+    return Model(msgspec.structs.replace(scenario, tables=(*scenario.tables, table)).checked()).run()
+
+
+@st.composite
 def failed(draw: st.DrawFn) -> History:
     """Histories of jobs that a planned fault brought down, loudly."""
     scenario = draw(scenarios())
@@ -139,7 +147,7 @@ def restarted(draw: st.DrawFn) -> History:
 
 
 def legal() -> st.SearchStrategy[History]:
-    return succeeded() | varied() | failed() | restarted()
+    return succeeded() | varied() | dynamic() | failed() | restarted()
 
 
 class Model:
@@ -196,6 +204,8 @@ class Model:
             host[:] = table.rank % self.world_size
         elif table.sharding == "row_wise":
             host[:] = np.minimum(np.arange(table.rows) // -(-table.rows // self.world_size), self.world_size - 1)
+        elif table.sharding == "dynamic":
+            host[:] = np.arange(table.rows) % self.world_size
         return host
 
     def _own_step(self, rank: int, step: int) -> int:
@@ -338,11 +348,20 @@ class Model:
     def _retain(self, rank: int, delta: Delta, stamps: list[int]) -> None:
         """A copy of what was acknowledged, kept before anybody is told."""
         rows = [
-            {"embedding_name": self.ledgers[index].embedding_name, "key_id": key, "ts": ts, "embedding": value}
+            {
+                "embedding_name": self.ledgers[index].embedding_name,
+                "key_id": self._key(index, key),
+                "ts": ts,
+                "embedding": value,
+            }
             for (index, key, value), ts in zip(delta, stamps, strict=True)
         ]
         manifest = {"state": "acknowledged", "rank": rank, "rows": len(rows)}
         self.shards.append(Shard(f"shard-{len(self.shards):06d}", manifest, pa.Table.from_pylist(rows, SHARD_SCHEMA)))
+
+    def _key(self, index: int, key: int) -> int:
+        """What the store calls a row number."""
+        return int(self.ledgers[index].key_ids[key])
 
     def _refuse(self, rank: int) -> None:
         self.refused += 1
@@ -381,7 +400,7 @@ class Model:
                         "t_ms": self.now_ms,
                         "version": "run-1",
                         "pk": self.ledgers[index].embedding_name,
-                        "sk": key,
+                        "sk": self._key(index, key),
                         "ts": ts,
                         "embedding": value,
                         "client": f"rank{rank}",
