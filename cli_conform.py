@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from importlib.resources import files
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,8 +116,15 @@ def init_target(
 
 def _texts(kind: str) -> dict[str, str]:
     """File name -> text of what `init_target` writes."""
-    templates = files(f"{__package__}.conformance.templates")
-    adapter, test = ((templates / name).read_text() for name in (f"{kind}.py", "conformance_test.py"))
+    package = f"{__package__}.conformance.templates"
+
+    def text(name: str) -> str:
+        relative = (files(package) / name).read_text()
+        absolute = re.sub(r"(?m)^from (\.\S+) import", lambda m: f"from {resolve_name(m[1], package)} import", relative)
+        in_order = re.compile(r"(?m)(?:^from deltaproof\.\S+ import .*\n)+")
+        return in_order.sub(lambda m: "".join(sorted(m[0].splitlines(keepends=True))), absolute)
+
+    adapter, test = text(f"{kind}.py"), text("conformance_test.py")
     if kind != "program":
         return {"adapter.py": adapter, "test_conformance.py": test}
     here = "TARGET = f\"exec:{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).parent / 'uploader.py'))}\""

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from deltaproof.conformance.engines import running
-from deltaproof.conformance.profiles import plan
-from deltaproof.conformance.target import missing
-from deltaproof.simulator.scenario import Scenario
+from ...simulator.scenario import Scenario
+from ..engines import running
+from ..profiles import plan
+from ..target import missing
 
 sys.path.insert(0, str(Path(__file__).parent))
 TARGET = "adapter:Adapter"
@@ -28,7 +28,12 @@ def deltaproof_engine() -> Iterator[Any]:
         yield engine
 
 
-@pytest.mark.parametrize("scenario", plan("smoke", ENGINE, seed=0, target=TARGET), ids=lambda scenario: scenario.name)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test for each scenario of the profile."""
+    scenarios = plan("smoke", ENGINE, seed=0, target=TARGET)
+    metafunc.parametrize("scenario", scenarios, ids=[scenario.name for scenario in scenarios])
+
+
 def test_no_row_is_lost(scenario: Scenario, deltaproof_check: Callable[..., object]) -> None:
     """Fails when a property broke, with the smallest story of it; skipped when the scenario never came to its point."""
     if reason := missing(TARGET, ENGINE)(scenario):

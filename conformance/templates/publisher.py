@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from deltaproof.conformance.target import RankContext, claims
-from deltaproof.reference.publisher import Publisher
-from deltaproof.simulator.target import source_of
+from ...reference.publisher import Publisher
+from ...simulator.target import source_of
+from ..target import RankContext, claims
 
 
 # What this publisher can do (docs/conformance.md). What you leave out is reported as not tested, never as held.

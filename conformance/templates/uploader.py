@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from deltaproof.conformance.target import RankContext, claims
+from ..target import RankContext, claims
 
 
 # What this uploader can do (docs/conformance.md). What you leave out is reported as not tested, never as held.
