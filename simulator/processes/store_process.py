@@ -42,6 +42,8 @@ def serve(pipe: Connection, folder: Path, sockets: Path) -> None:
     from ...fakes.server import process_main
 
     process_main(pipe)
+    if not pipe.poll():
+        return  # SIGTERM ended it
     try:
         pipe.recv()
     except (EOFError, ConnectionError):
