@@ -7,6 +7,7 @@ A target is a callable that takes a `RankContext` and returns an `Uploader` or a
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from ..simulator.errors import ScenarioError
 from ..simulator.faults import LeakyError, RankKill, RankRaise, StoreTokenRevoked
@@ -42,8 +43,16 @@ def capabilities(target: str) -> frozenset[str]:
 
 
 def default_engine(target: str) -> str:
-    """The engine that a target is best asked on: ``virtual``, but for programs, whose time is not ours to command."""
-    return "processes" if target.startswith("exec:") else "virtual"
+    """The engine that a target is best asked on: ``virtual``, but ``processes`` for programs, whose time is not ours to
+    command, and where torch is installed for whatever may be a publisher, which wants a TorchRec model.
+
+    Raises ScenarioError for a target that cannot be found.
+    """
+    if target.startswith("exec:"):
+        return "processes"
+    if is_ours(target) or seam_of(resolve(target)) == "uploader":
+        return "virtual"
+    return "processes" if all(map(find_spec, ("torch", "torchrec"))) else "virtual"
 
 
 def needs(scenario: Scenario) -> dict[str, str]:

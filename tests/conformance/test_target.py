@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from deltaproof.conformance import profiles
+from deltaproof.conformance import target as target_module
 from deltaproof.conformance.check import check
 from deltaproof.conformance.diagnosis import DIAGNOSES, diagnose
 from deltaproof.conformance.profiles import PROFILES
@@ -252,9 +253,14 @@ def test_faults_of_the_rank_need_no_capability() -> None:
     assert set(needs(msgspec.structs.replace(SHORT, faults=faults))) == {"arrow"}
 
 
-def test_programs_need_real_time_and_all_else_need_not() -> None:
+def test_programs_need_real_time_and_publishers_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchrec")
+    publisher = f"{TEMPLATES}.publisher:Adapter"
     assert default_engine("exec:node x.mjs") == "processes"
-    assert default_engine(NAIVE) == "virtual"
+    assert default_engine(NAIVE) == default_engine("reference") == "virtual"
+    assert default_engine(publisher) == default_engine(bad("lacks_close")) == "processes"
+    monkeypatch.setattr(target_module, "find_spec", lambda name: None)
+    assert default_engine(publisher) == "virtual"
 
 
 @pytest.mark.parametrize(("table", "page"), [(CAPABILITIES, "capabilities"), (DIAGNOSES, "diagnoses")])
