@@ -309,7 +309,9 @@ class TorchrunRank:
         """None while it runs, and when nobody knows: it left no record, and its agent said nothing."""
         if self.is_alive():
             return None
-        recorded, code = self.recorded(), (self._job.report(self.node) or {}).get(self.rank)
+        report = self._job.report(self.node)
+        # An agent without failures saw all its ranks exit with 0, those too that left no record.
+        recorded, code = self.recorded(), 0 if report == {} else (report or {}).get(self.rank)
         # The agent's signal may meet a rank that was about to exit.
         return recorded if code is None or (code == -signal.SIGTERM and recorded is not None) else code
 

@@ -65,6 +65,8 @@ def ended_job(folder: Path, records: list[str], *reports: dict[int, int] | None)
     [
         # Everybody did well.
         (["rank-end", "rank-end"], [{}], [0, 0], []),
+        # It exited with 0 and without a word.
+        (["step", "rank-end"], [{}], [0, 0], []),
         # Rank 1 died of a signal, and its agent ended rank 0, which had said nothing of an end.
         (["step", "step"], [{0: -15, 1: -9}], [-15, -9], [0]),
         # An older torchrun does not list the ranks that it ended.
