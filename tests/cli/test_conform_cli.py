@@ -43,7 +43,7 @@ def run(
         real(profile, engine, seed, target)  # what it refuses is refused
         return [profiles._fitted(scenario, capabilities(target)) for scenario in (CALM, ERROR)]
 
-    none = {name: profiles.Profile(False, {"virtual": 0, "processes": 0}) for name in profiles.PROFILES}
+    none = {name: profiles.Profile(*[{"virtual": 0, "processes": 0}] * 2) for name in profiles.PROFILES}
     monkeypatch.setattr(profiles, "PROFILES", none)
     monkeypatch.setattr(profiles, "plan", plan)
 
