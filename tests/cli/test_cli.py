@@ -402,13 +402,6 @@ def nothing_is_left(cli) -> None:
     until(lambda: os.listdir(cli.temporary) == [], "the folder to be removed")
 
 
-def test_launchers_that_do_not_go_together_are_bad_input(cli) -> None:
-    (cli.folder / "s.json").write_text(SMALL.to_json())
-    done = cli.run("run", "s.json", "--launcher", "torchrun", "--supervision", "strict")
-    assert done.returncode == 2, done
-    assert "needs the launcher own" in one_line(done.stderr)
-
-
 def run_folders(cli) -> list:
     return [d for d in cli.temporary.glob("deltaproof-*/run*") if d.is_dir()]
 
