@@ -282,11 +282,13 @@ def wide_scenarios(draw: st.DrawFn, *, world_size_max: int = 4, steps_max: int =
         sizes = [n for n in range(1, world_size_max + 1) if all(n in _world_sizes(t.rows) for t in row_wise)]
         again = draw(st.lists(st.sampled_from([None, *sizes]), min_size=1, max_size=2))
         restarts = tuple(Restart(world_size=size) for size in again)
-        size = base.world_size
+        size, left, every = base.world_size, base.workload.steps, workload.checkpoint_every_steps
         for attempt, restart in enumerate(restarts):
-            rank, nth = draw(st.integers(0, size - 1)), draw(st.integers(1, base.workload.steps))
+            rank, nth = draw(st.integers(0, size - 1)), draw(st.integers(1, left))
             planned.append(RankKill(rank=rank, point="train.after-step", nth=nth, attempt=attempt))
             size = restart.world_size or size
+            saved = base.workload.steps - left + nth - 1  # a checkpoint due after the step of the crash is not made
+            left = base.workload.steps - (saved - saved % every if every else 0)
     wide = msgspec.structs.replace(base, tables=tables, workload=workload, publisher=publisher, restarts=restarts)
     planned += draw(st.lists(wide_faults(wide), max_size=2))
     return msgspec.structs.replace(wide, faults=tuple(planned)).checked()
