@@ -138,17 +138,17 @@ class Files:
         self._system = pyarrow.fs.SubTreeFileSystem(where, filesystem)
 
     def prepare(self) -> None:
-        """See that files can be made here (an object store: that it answers), before there is one to keep.
+        """Make the folder and see that files can be made in it, before there is one to keep. An object store is not
+        asked: who may write there need not be allowed to look.
 
         Raises:
             ShardError: they cannot.
         """
+        if not self._is_local:
+            return
         try:
-            if self._is_local:
-                make_folder(self._where)
-                tempfile.TemporaryFile(dir=self._where).close()
-            else:
-                self.exists()
+            make_folder(self._where)
+            tempfile.TemporaryFile(dir=self._where).close()
         except OSError as error:
             raise ShardError(f"{self._where!r} cannot be used as a place for shards: {redact(error)}") from None
 
