@@ -285,8 +285,8 @@ class RankOutcome:
     """How one rank ended. ``status``: ``ok``, ``error`` (it raised), ``killed`` (a signal the supervisor did not send),
     ``ended`` (by the supervisor after a peer failed), ``deadline`` (by the supervisor, which had waited too long),
     ``vanished`` (it exited without an error and without finishing). ``error`` is what it said, ``where`` the call of
-    the target that raised it (``start``, ``after_step``, ``paused``, ``finish``, ``close``), or ``train`` for the
-    loop's own."""
+    the target that raised it (``factory``, ``start``, ``after_step``, ``paused``, ``finish``, ``close``, …), or
+    ``train`` for the loop's own."""
 
     rank: int
     status: str

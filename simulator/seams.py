@@ -90,29 +90,32 @@ def seam_of(factory: Callable[..., Any]) -> Seam | None:
 
 
 def check_factory(factory: Callable[..., Any], name: str) -> None:
-    """Raises ScenarioError when a factory cannot be called with a context, or is a class that lacks a call."""
+    """Raises ScenarioError when a factory cannot be called with a context."""
+    if mismatch := _mismatch(factory, 1):
+        raise ScenarioError(
+            f"wrong signature: target {name!r} is called with one argument, the RankContext: {mismatch}"
+        )
+
+
+def _mismatch(call: Callable[..., Any], arguments: int) -> str:
+    """Why something cannot be called with so many arguments; "" when it can, or when nobody can tell."""
     try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        signature = None  # written in C, say
-    if signature is not None:
-        try:
-            signature.bind(object())
-        except TypeError as error:
-            raise ScenarioError(
-                f"wrong signature: target {name!r} takes {signature}; it is called with one argument, the RankContext "
-                f"({error})"
-            ) from None
-    if inspect.isclass(factory):
-        check_calls(factory, name, method_of=factory)
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # written in C, say
+        return ""
+    try:
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        return f"{error}; it takes {signature}"
+    return ""
 
 
-def check_calls(made: Any, name: str, *, restart: bool = False, method_of: type | None = None) -> Seam:
+def check_calls(made: Any, name: str, *, restart: bool = False) -> Seam:
     """The seam of what a factory returned. Raises ScenarioError for what has neither, or calls of other arguments.
 
-    ``restart``: the calls that a restart needs are needed too; ``method_of``: ``made`` is a class, not yet an object.
+    ``restart``: the calls that a restart needs are needed too.
     """
-    kind = made.__name__ if method_of else type(made).__name__
+    kind = type(made).__name__
     if made is None:
         raise ScenarioError(f"target {name!r} returned None: its factory has to return the publisher or uploader")
     seam: Seam = "uploader" if hasattr(made, "submit") and not hasattr(made, "after_step") else "publisher"
@@ -125,17 +128,10 @@ def check_calls(made: Any, name: str, *, restart: bool = False, method_of: type 
             + f"; an uploader has {', '.join(UPLOADER_CALLS)}"
         )
     for call, arguments in needed.items():
-        method = getattr(made, call)
-        bound = inspect.ismethod(method) or isinstance(inspect.getattr_static(made, call), staticmethod)
-        try:
-            inspect.signature(method).bind(*[object()] * (arguments + (method_of is not None and not bound)))
-        except TypeError as error:
+        if mismatch := _mismatch(getattr(made, call), arguments):
             raise ScenarioError(
-                f"wrong signature: {kind}.{call} of target {name!r} cannot be called with {arguments} arguments: "
-                f"{error}"
-            ) from None
-        except ValueError:
-            continue  # no signature to be had
+                f"wrong signature: {kind}.{call} of target {name!r} is called with {arguments} arguments: {mismatch}"
+            )
     return seam
 
 

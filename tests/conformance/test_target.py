@@ -69,14 +69,20 @@ def broken(report: Report) -> set[str]:
     [
         ("no_such_module_xyz:make", "cannot import target .*No module named 'no_such_module_xyz'"),
         (bad("no_such_name"), "cannot import target"),
-        (bad("takes_two"), r"wrong signature: .*takes \(context: .*, path: .*\).*missing a required argument: 'path'"),
+        (
+            bad("takes_two"),
+            r"wrong signature: .*missing a required argument: 'path'; it takes \(context: .*, path: .*\)",
+        ),
         (bad("returns_none"), "returned None: its factory has to return"),
         (
             bad("lacks_close"),
             "Product, which has no close; .* an uploader has start, submit, check_error, close",
         ),
         (bad("LacksFinish"), "LacksFinish, which has no paused, finish; a publisher has"),
-        (bad("SubmitTakesOne"), r"wrong signature: SubmitTakesOne.submit .* cannot be called with 2 arguments"),
+        (
+            bad("SubmitTakesOne"),
+            r"wrong signature: SubmitTakesOne.submit .* is called with 2 arguments: too many positional",
+        ),
         (bad("CannotTell"), r"contents\(\) has to return \(embedding_name, key, values\)"),
     ],
 )
