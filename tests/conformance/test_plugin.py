@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
 
 from deltaproof.conformance import profiles
 from deltaproof.conformance.check import load
+from deltaproof.conformance.plugin import Kit
 from deltaproof.conformance.properties import PROPERTIES
 from deltaproof.conformance.report.document import from_json
 from deltaproof.simulator.virtual.engine import VirtualEngine
@@ -186,6 +189,22 @@ def test_a_target_that_is_none_is_refused_in_one_line(foreign: pytest.Pytester, 
     assert "Traceback" not in done.stderr.str()
 
 
+def test_tests_of_a_family_go_to_one_worker_and_others_as_ever() -> None:
+    options = {"dist": "load", "tx": ["popen"], "maxschedchunk": None}
+    config: Any = SimpleNamespace(
+        getvalue=options.__getitem__, getoption=options.get, option=SimpleNamespace(**options)
+    )
+    scheduler = Kit.pytest_xdist_make_scheduler(cast(Kit, None), config, None)
+    scopes = [
+        scheduler._split_scope(name) for name in ("deltaproof/store::a", "deltaproof/store::b", "t.py::c", "t.py::d")
+    ]
+    assert scopes == ["deltaproof/store", "deltaproof/store", "t.py::c", "t.py::d"]
+    assert scheduler._split_scope("t.py::e@group") == "group"
+    options["dist"] = "each"
+    assert Kit.pytest_xdist_make_scheduler(cast(Kit, None), config, None) is None
+
+
+@pytest.mark.soak
 def test_under_xdist_one_worker_runs_the_scenarios_of_a_family(foreign: pytest.Pytester) -> None:
     foreign.makepyfile(test_more="def test_more(): ...")
     command = [sys.executable, "-P", "-m", "pytest", "-n", "2", *QUICK, "--deltaproof-report=out", "-q"]

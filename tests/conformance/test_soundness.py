@@ -54,7 +54,7 @@ def test_a_legal_history_is_never_reported() -> None:
     exercised: Counter[str] = Counter()
 
     @given(legal())
-    @settings(max_examples=250)
+    @settings(max_examples=200)
     def judged(history: History) -> None:
         report = judge(history)
         assert [v.message for v in report.violations] == []
@@ -772,7 +772,7 @@ IN_OTHER_JOBS: list[tuple[str, Breaker, st.SearchStrategy[History]]] = [
     ("name", "breaker", "jobs"), [pytest.param(n, b, j, id=f"{n}-{b.__name__}") for n, b, j in IN_OTHER_JOBS]
 )
 @given(data=st.data())
-@settings(max_examples=8, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_it_is_reported_in_jobs_that_end_otherwise_too(
     name: str, breaker: Breaker, jobs: st.SearchStrategy[History], data: st.DataObject
 ) -> None:
