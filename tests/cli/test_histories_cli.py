@@ -179,11 +179,13 @@ def test_check_judges_as_live(typed, folder, history, tmp_path) -> None:
     assert [run["verdict"] for run in json.loads(text)["runs"]] == ["held", "broken"]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("processes")
 def test_run_saves_what_show_and_check_read(cli) -> None:
     scenario = SPECIMENS["S02"].scenario
     (cli.folder / "s.json").write_text(scenario.to_json())
-    ran = cli.run("run", "s.json", "s.json", "--target", "specimen:S02", "--history", "kept", "--keep", "raw", "--json")
+    work = ["s.json", "s.json", "--target", "specimen:S02", "--history", "kept", "--keep", "raw"]
+    ran = cli.run("run", *work, "--json", timeout_s=200)
     assert ran.returncode == 1, ran
     live = json.loads(ran.stdout)["runs"]
     histories = [cli.folder / "kept" / name for name in (scenario.name, f"{scenario.name}-2")]
@@ -199,13 +201,14 @@ def test_run_saves_what_show_and_check_read(cli) -> None:
     assert refused.stderr.count("\n") == 1
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("processes")
 def test_a_kept_run_is_readable_when_its_supervisor_was_killed(cli, typed) -> None:
     slow = Scenario(name="slow", workload=Workload(steps=100_000))
     (cli.folder / "s.json").write_text(slow.to_json())
     process = cli.start("run", "s.json", "--keep", "raw")
     events = cli.folder / "raw" / "run1-slow" / "rank1.events.jsonl"
-    limit = time.monotonic() + 100
+    limit = time.monotonic() + 200
     while not (events.exists() and b'"kind":"step"' in events.read_bytes()):
         assert time.monotonic() < limit
         assert process.poll() is None

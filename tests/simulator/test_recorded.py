@@ -111,7 +111,7 @@ def test_a_scenario_of_the_corpus_is_judged_as_live(tmp_path, path: Path) -> Non
     assert told(judge(found)) == told(judge(live))
 
 
-@pytest.mark.parametrize("specimen", ["S02", "S05", "S15", "S20", "S31", "S37"])
+@pytest.mark.parametrize("specimen", ["S02", "S05", "S14", "S15", "S31", "S37"])
 def test_a_known_bug_is_found_in_its_saved_history(tmp_path, specimen: str) -> None:
     live = VirtualEngine().run(SPECIMENS[specimen].scenario, f"specimen:{specimen}")
     report = judge(History.load(live.save(tmp_path / "h")))
