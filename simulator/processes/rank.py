@@ -45,6 +45,8 @@ from .lifeline import die_with_parent
 if TYPE_CHECKING:
     import torch
 
+#: The NCCL from which on several ranks may be on one device.
+NCCL_SHARES_SINCE = (2, 31)
 #: The exit code of a rank whose scenario or target cannot be run.
 BAD_INPUT = 2
 
@@ -246,8 +248,12 @@ def place(scenario: Scenario, rank: int) -> torch.device:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     elif scenario.backend == "nccl":
-        # NCCL refuses two ranks on one device, unless it takes them for two hosts. It reads this once in a process.
-        os.environ["NCCL_HOSTID"] = f"deltaproof-{os.getpid()}"
+        # NCCL refuses two ranks on one device, unless it is told that this is meant, or takes them for two hosts. It
+        # reads this once in a process.
+        meant = torch.cuda.nccl.version() >= NCCL_SHARES_SINCE
+        os.environ.update(
+            {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if meant else {"NCCL_HOSTID": f"deltaproof-{os.getpid()}"}
+        )
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
 

@@ -229,6 +229,24 @@ class LeavesAChild(Silent):
         self.child = subprocess.Popen(["sleep", "600"])
 
 
+def placed(answers, scenario: str, nccl: tuple[int, ...]) -> None:
+    """No target: run in a process of its own, it tells where rank 1 of 2 is put where torch.cuda has two devices."""
+    import torch
+
+    from deltaproof.simulator.processes.rank import place
+    from deltaproof.simulator.scenario import Scenario
+
+    current: list[int] = []
+    vars(torch.cuda).update(device_count=lambda: 2, set_device=current.append)
+    torch.cuda.nccl.version = lambda: nccl
+    for name in [n for n in os.environ if n.startswith(("NCCL_", "CUDA_"))]:
+        del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "5,7"
+    device = place(Scenario.from_json(scenario), 1)
+    environment = {n: v for n, v in os.environ.items() if n.startswith(("NCCL_", "CUDA_"))}
+    answers.send((str(device), current, {n: v.replace(str(os.getpid()), "PID") for n, v in environment.items()}))
+
+
 def cuda_of_a_fork(answers) -> None:
     """No target: run in a process of its own, it tells what that has of CUDA from the process it was forked from."""
     import sys
@@ -238,6 +256,7 @@ def cuda_of_a_fork(answers) -> None:
 
     answers.send(
         {
+            "devices": torch.cuda.device_count(),
             "preloaded": preloaded,
             "initialized": torch.cuda.is_initialized(),
             "lost in the fork": torch.cuda._is_in_bad_fork(),
