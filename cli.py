@@ -83,7 +83,7 @@ GenerationOption = Annotated[
     str | None, typer.Option(help="Only shards of one start of one rank, as manifests name it.", show_default=False)
 ]
 JsonFileOption = Annotated[str | None, typer.Option("--json", help="Write the report to this file; - is stdout.")]
-EngineOption = Annotated[str, typer.Option("--engine", help="Engine to run on: processes.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="Engine to run on: processes or virtual.")]
 LauncherOption = Annotated[str, typer.Option("--launcher", help="What starts the ranks: own or torchrun.")]
 NodesOption = Annotated[int, typer.Option("--nnodes", help="Nodes under torchrun, all of them on this machine.")]
 SupervisionOption = Annotated[
@@ -288,7 +288,8 @@ def explore(
     from .conformance.campaign import campaign
     from .simulator.processes.engine import require_torch
 
-    _known_engine(engine)
+    if engine != "processes":
+        raise ScenarioError(f"unknown engine {engine!r}; known engines: processes")
     require_torch()
     place = _placed(Scenario(), devices, backend)
     if seed is None:
@@ -551,18 +552,25 @@ def _first_sentence(doc: str | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- running
-def _known_engine(name: str) -> None:
-    if name != "processes":
-        raise ScenarioError(f"unknown engine {name!r}; known engines: processes")
+#: Options of a run that only the process engine has, with what they are when nobody asks for them.
+OF_PROCESSES = {"keep": None, "launcher": "own", "nodes": 1, "supervision": "torchrun"}
 
 
 @contextmanager
 def _engine(name: str, **options: Any) -> Iterator[Any]:
-    _known_engine(name)
-    from .simulator.processes.engine import ProcessEngine
+    if name == "processes":
+        from .simulator.processes.engine import ProcessEngine
 
-    with ProcessEngine(**options) as engine:
-        yield engine
+        with ProcessEngine(**options) as engine:
+            yield engine
+    else:
+        from .conformance.engines import running
+
+        asked = [option for option, value in options.items() if value != OF_PROCESSES[option]]
+        if asked:
+            raise ScenarioError(f"--{asked[0]} needs --engine processes")
+        with running(name) as engine:
+            yield engine
 
 
 @contextmanager
@@ -582,7 +590,8 @@ def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool, histori
         out.print(Text(json.dumps(msgspec.to_builtins(scenario), ensure_ascii=False), "dim"))
     with _progress(quiet) as progress:
         bar = progress.add_task("starting", total=len(work))
-        engine.warm_up()
+        if hasattr(engine, "warm_up"):
+            engine.warm_up()
         for scenario, target in work:
             progress.update(bar, description=scenario.name)
             reports.append(check(engine, scenario, target))
@@ -796,7 +805,8 @@ def _print_failure(report: Report, path: Path | None, command: str = "") -> None
 
 def _launched(history: History) -> str:
     """The options that were not the default ones, to be put behind a command."""
-    text = "" if history.launcher == "own" else f" --launcher {history.launcher} --nnodes {history.nodes}"
+    text = "" if history.engine == "processes" else f" --engine {history.engine}"
+    text += "" if history.launcher == "own" else f" --launcher {history.launcher} --nnodes {history.nodes}"
     return text if history.supervision == "torchrun" else f"{text} --supervision {history.supervision}"
 
 
