@@ -162,14 +162,14 @@ class Supervisor:
         return [*self.events, *(e for rank in ranks for e in read_events(self.folder / f"rank{rank}.events.jsonl"))]
 
     def wait(self) -> None:
-        """Until every rank is gone, by itself or by us. The first failure shortens everybody's deadline to the grace,
-        unless supervision is strict. Raises KitError when a rank does not even begin."""
+        """Until every rank is gone, by itself or by us. After the first failure everybody has the grace, unless
+        supervision is strict. Raises KitError when a rank does not even begin."""
         deadlines = self.scenario.deadlines
         limit = time.monotonic() + self.job.start_s
         begun = failed = False
         gone: dict[int, float] = {}
         while waiting := [rank for rank in range(len(self.ranks)) if rank not in gone]:
-            if not begun and self.job.begun:
+            if not begun and not failed and self.job.begun:
                 begun, limit = True, time.monotonic() + deadlines.run_s
             left_s = limit - time.monotonic()
             sentinels: dict[Any, RankProcess] = {self.ranks[rank].sentinel: self.ranks[rank] for rank in waiting}
@@ -183,7 +183,8 @@ class Supervisor:
             if not failed and self._some_rank_failed(list(gone)):
                 failed = True
                 if not self._strict:
-                    limit = min(limit, time.monotonic() + deadlines.grace_s)
+                    # Also where the deadline of the run is nearer: whoever fails just before it may be ending.
+                    limit = time.monotonic() + deadlines.grace_s
             if not ended and time.monotonic() >= limit:
                 if not begun and not failed:
                     raise KitError(f"a rank did not begin within {self.job.start_s:g} s: {self.job.last_words()}")

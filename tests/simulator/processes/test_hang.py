@@ -6,7 +6,7 @@ import signal
 import stat
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import psutil
@@ -15,7 +15,7 @@ from hypothesis import given
 
 from deltaproof.conformance.check import check
 from deltaproof.simulator.catalogue import MIXED
-from deltaproof.simulator.processes import hang
+from deltaproof.simulator.processes import hang, launchers, supervisor
 from deltaproof.simulator.processes.hang import Call, Flight, FlightWriter, ended_as, read_flight, tell
 from deltaproof.simulator.scenario import Deadlines, Scenario, Workload
 
@@ -147,6 +147,33 @@ def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(engine) -> None:
     report = check(engine, SHORT, "deltaproof_test_targets:IgnoresSigterm")
     assert [o.status for o in report.history.outcomes] == ["ended", "error"]
     assert report.history.wall_s < 20
+
+
+class SlowToExit:
+    """A rank that has failed and is seen alive so many times before it exits."""
+
+    pid = sentinel = None
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def is_alive(self) -> bool:
+        self.looks -= 1
+        return self.looks > 0
+
+    @property
+    def exitcode(self) -> int | None:
+        return None if self.looks > 0 else 1
+
+
+def test_who_fails_just_before_the_deadline_has_the_grace_all_the_same(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor, "POLL_S", 0.01)
+    scenario = Scenario(name="late", world_size=1, deadlines=Deadlines(run_s=0.05, grace_s=60))
+    job: Any = launchers.Job([cast(Any, SlowToExit(looks=20))])
+    watching = supervisor.Supervisor(scenario, 0, "reference", "", tmp_path, lambda specs: job, {})
+    (tmp_path / "rank0.failed").touch()
+    watching.wait()
+    assert [event.kind for event in watching.events] == ["rank-exit"]
 
 
 @pytest.mark.xdist_group("processes")

@@ -181,7 +181,7 @@ def test_a_job_is_restarted_under_torchrun_on_other_world_sizes(request, which: 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", ["HangsInStart", "RaisesButLives", "ExitsQuietly", "StopsItself", "IgnoresSigterm"])
 def test_a_target_that_misbehaves_is_found_out_under_torchrun(torchrun, engine, target: str) -> None:
-    scenario = msgspec.structs.replace(SHORT, deadlines=Deadlines(run_s=6, grace_s=2))
+    scenario = msgspec.structs.replace(SHORT, deadlines=Deadlines(run_s=15, grace_s=3))
     there, here = (check(e, scenario, f"deltaproof_test_targets:{target}") for e in (torchrun, engine))
     assert there.verdict is here.verdict
     assert {v.property for v in there.violations} == {v.property for v in here.violations}
