@@ -219,6 +219,7 @@ def run(
 ) -> None:
     """Run scenario files (docs/scenarios.md says what they hold) and judge them."""
     cli_histories.prepare(history)
+    cli_histories.prepare(keep, "--keep")
     work = []
     for path in files:
         saved = load(path)

@@ -27,13 +27,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 LIMIT = 200
 
 
-def prepare(folder: Path | None) -> None:
-    """Find out before a run whether its history can be saved. Raises ScenarioError."""
+def prepare(folder: Path | None, option: str = "--history") -> None:
+    """Find out before a run whether what it leaves can be saved there. Raises ScenarioError."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ScenarioError(f"--history {folder}: {error.strerror or error}") from None
+            raise ScenarioError(f"{option} {folder}: {error.strerror or error}") from None
 
 
 def save(report: Report, folder: Path) -> Path:

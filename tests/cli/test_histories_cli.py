@@ -179,6 +179,15 @@ def test_check_judges_as_live(typed, folder, history, tmp_path) -> None:
     assert [run["verdict"] for run in json.loads(text)["runs"]] == ["held", "broken"]
 
 
+@pytest.mark.parametrize("option", ["--history", "--keep"])
+def test_a_folder_that_cannot_be_is_refused_before_the_run(typed, tmp_path, option: str) -> None:
+    (tmp_path / "s.json").write_text(SCENARIO.to_json())
+    code, _, error = typed("run", tmp_path / "s.json", option, tmp_path / "s.json")
+    assert code == 2
+    assert f"{option} {tmp_path}/s.json: " in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("processes")
 def test_run_saves_what_show_and_check_read(cli) -> None:
@@ -195,10 +204,6 @@ def test_run_saves_what_show_and_check_read(cli) -> None:
     assert len(events_shown(cli.run("show", str(histories[1])).stdout)) > 10
     kept = sorted((cli.folder / "raw").iterdir())
     assert [fingerprint(History.load(k)) for k in kept] == [fingerprint(History.load(h)) for h in histories]
-    refused = cli.run("run", "s.json", "--history", "s.json")
-    assert refused.returncode == 2
-    assert "--history s.json: " in refused.stderr
-    assert refused.stderr.count("\n") == 1
 
 
 @pytest.mark.timeout(300)
