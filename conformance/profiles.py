@@ -89,10 +89,12 @@ def generated(count: int, seed: int) -> list[Scenario]:
 
 def _fitted(scenario: Scenario, has: frozenset[str]) -> Scenario:
     """The scenario without what a target that does not claim it need not be asked for the sake of the rest: the other
-    upload_format, and copies where no fault strikes the disk."""
+    upload_format, int8, and copies where no fault strikes the disk."""
     publisher, formats = scenario.publisher, has & {"arrow", "json"}
     if len(formats) == 1:
         publisher = msgspec.structs.replace(publisher, upload_format=next(iter(formats)))
+    if "int8" not in has:
+        publisher = msgspec.structs.replace(publisher, embedding_type="float32")
     if not any(fault.family == "disk" for fault in scenario.faults):
         retain, spill = publisher.retain and "retain" in has, publisher.spill and "spill" in has
         readback = publisher.readback and retain and "readback" in has
