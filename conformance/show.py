@@ -74,8 +74,11 @@ def heading(history: History) -> list[Text]:
     """What was run, and how it ended."""
     s = history.scenario
     sizes = ", then ".join(str(attempt.world_size) for attempt in history.starts)
+    engine = history.engine
+    if (history.launcher, history.supervision) != ("own", "torchrun"):
+        engine += f" (launcher {history.launcher}, nodes {history.nodes}, supervision {history.supervision})"
     lines = [
-        Text(f"{s.name}, seed {s.seed}, target {history.target}, engine {history.engine}, {sizes} ranks", "bold"),
+        Text(f"{s.name}, seed {s.seed}, target {history.target}, engine {engine}, {sizes} ranks", "bold"),
         *(Text(f"  fault {i}: {f.describe()}, fired {history.fired[i]} times") for i, f in enumerate(s.faults)),
     ]
     for attempt, start in enumerate(history.starts):
@@ -147,6 +150,9 @@ def as_dict(history: History, events: Sequence[Event]) -> dict[str, Any]:
         "scenario": msgspec.to_builtins(history.scenario),
         "target": history.target,
         "engine": history.engine,
+        "launcher": history.launcher,
+        "nodes": history.nodes,
+        "supervision": history.supervision,
         "succeeded": history.succeeded,
         "incomplete": history.incomplete,
         "fired": history.fired,

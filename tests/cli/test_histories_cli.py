@@ -1,5 +1,6 @@
 """``show`` and ``check``: what a person reads of a saved history, and that it is judged as it was live."""
 
+import dataclasses
 import json
 import os
 import re
@@ -72,6 +73,13 @@ def test_show_prints_every_event_in_its_lane(typed, folder, history) -> None:
         assert line.count("*", 0, columns[2] + 1) == 1
     [killed] = [line for line in shown if "FAULT" in line and "rank-kill" in line]
     assert "rank1" in killed
+
+
+def test_show_says_how_the_ranks_were_started(typed, tmp_path, history) -> None:
+    torchrun = dataclasses.replace(history, launcher="torchrun", nodes=2, supervision="strict")
+    torchrun.save(tmp_path / "h")
+    _, text, _ = typed("show", tmp_path / "h")
+    assert "(launcher torchrun, nodes 2, supervision strict)" in text
 
 
 def test_show_cuts_a_long_history_and_says_how_much(typed, folder, history) -> None:

@@ -63,7 +63,7 @@ def told(report: Report) -> list:
 
 
 @given(history=legal(), wall_s=st.floats(0, 1e6))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_read_back_is_what_was_saved(tmp_path_factory, history: History, wall_s: float) -> None:
     folder = tmp_path_factory.mktemp("history")
     history.wall_s = wall_s
