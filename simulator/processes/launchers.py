@@ -229,7 +229,7 @@ class Torchrun(Job):
 
     def end(self) -> None:
         families = []
-        for agent in self._agents:
+        for agent in (agent for agent in self._agents if agent.poll() is None):  # the number of others may be reused
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(agent.pid)
                 process.suspend()  # it starts no rank between being asked for its children and its end

@@ -1,9 +1,11 @@
 """The same ranks under torchrun as under our own supervisor: same verdicts, and nothing left whoever is killed."""
 
 import socket
+import subprocess
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from deltaproof.conformance.check import check
@@ -95,6 +97,15 @@ def test_ranks_are_numbered_node_by_node(tmp_path) -> None:
     specs = [RankSpec("{}", rank, "", "", str(tmp_path)) for rank in range(5)]
     assert [rank.node for rank in Torchrun(specs, 3)._torchrun_ranks] == [0, 0, 1, 1, 2]
     assert Torchrun(specs[:2], 3).nodes == 2
+
+
+def test_the_number_of_an_agent_that_is_gone_may_be_somebody_elses(tmp_path, monkeypatch) -> None:
+    job = ended_job(tmp_path, ["rank-end"], {})
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait(10)
+    job._agents.append(gone)
+    monkeypatch.setattr(psutil, "Process", lambda pid: pytest.fail(f"process {pid} was touched"))
+    job.end()
 
 
 @pytest.fixture(scope="module")
