@@ -62,6 +62,8 @@ def test_own(deltaproof_check, deltaproof_target):
 def test_own_that_breaks(deltaproof_check):
     deltaproof_check(Scenario(name="mine", workload=Workload(steps=2)))
 """
+#: pytest-asyncio warns without this line.
+INI = "[pytest]\nasyncio_default_fixture_loop_scope = function\n"
 #: The final flush is missing: every scenario shows it.
 TARGET = "--deltaproof-target=specimen:S02"
 QUICK = (TARGET, "--deltaproof-engine=virtual", "--deltaproof-shrink-s=0.2", "-p", "no:randomly")
@@ -73,7 +75,7 @@ def foreign(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     monkeypatch.setattr(VirtualEngine, "run", VirtualEngine.run)
     monkeypatch.setattr(profiles, "plan", profiles.plan)
     pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    pytester.makeini(INI)
     return pytester
 
 
@@ -124,8 +126,7 @@ def test_each_property_under_each_family_is_a_test(foreign: pytest.Pytester) -> 
 
 def test_known_failures_have_a_reason_and_must_fail(foreign: pytest.Pytester) -> None:
     lines = ["deltaproof/*::no-lost-rows: ticket 7", "deltaproof/none::no-*: ticket 7"]
-    ini = "[pytest]\nasyncio_default_fixture_loop_scope = function\nxfail_strict = true\ndeltaproof_xfail =\n  "
-    foreign.makeini(ini + "\n  ".join(lines))
+    foreign.makeini(INI + "xfail_strict = true\ndeltaproof_xfail =\n  " + "\n  ".join(lines))
     done = foreign.runpytest_inprocess(*QUICK, "-m", "deltaproof(family='none')", "-rxX")
     outcomes = done.parseoutcomes()
     assert outcomes["xfailed"] == 2
@@ -149,7 +150,7 @@ def test_known_failures_have_a_reason_and_must_fail(foreign: pytest.Pytester) ->
     ],
 )
 def test_a_known_failure_that_says_nothing_is_refused(foreign: pytest.Pytester, line: str, message: str) -> None:
-    foreign.makeini(f"[pytest]\ndeltaproof_xfail = {line}\n")
+    foreign.makeini(f"{INI}deltaproof_xfail = {line}\n")
     done = foreign.runpytest_inprocess(*QUICK)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr.str()
@@ -158,7 +159,7 @@ def test_a_known_failure_that_says_nothing_is_refused(foreign: pytest.Pytester, 
 def test_a_fault_of_the_kit_is_an_error_even_where_a_failure_is_expected(
     foreign: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foreign.makeini("[pytest]\ndeltaproof_xfail = deltaproof/*: ticket 7\n")
+    foreign.makeini(f"{INI}deltaproof_xfail = deltaproof/*: ticket 7\n")
     monkeypatch.setenv("KIT_BREAKS_AT", "refused-once")
     done = foreign.runpytest_inprocess(*QUICK, "-m", "deltaproof(family='store')")
     assert done.parseoutcomes() == {"errors": len(PROPERTIES), "deselected": 2 * len(PROPERTIES)}
