@@ -356,7 +356,7 @@ _FRESH: list[tuple[Any, str, Callable[[], Any]]] = [
     (threading, "_counter", lambda: itertools.count(1).__next__),
     (concurrent.futures.ThreadPoolExecutor, "_counter", lambda: itertools.count().__next__),
     (concurrent.futures.thread, "_threads_queues", weakref.WeakKeyDictionary),
-    (concurrent.futures.thread, "_global_shutdown_lock", primitives.Lock),
+    (concurrent.futures.thread, "_global_shutdown_lock", primitives.ModuleLock),
     (tempfile, "_name_sequence", lambda: None),
 ]
 #: Real object -> its replacement, for names bound by ``from ... import ...``.

@@ -107,6 +107,27 @@ class Lock:
     acquire_lock, release_lock, locked_lock = acquire, release, locked
 
 
+class ModuleLock:
+    """A lock that a module of the standard library holds: each rank has a process, and so such a lock, of its own.
+
+    One that a killed rank held keeps nobody else waiting. Used as a context manager only.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[object, Lock] = {}
+
+    def _of_rank(self) -> Lock:
+        # A rank has a new clock in each attempt of the job.
+        scheduler = running()
+        return self._locks.setdefault(None if scheduler is None else scheduler.clock, Lock())
+
+    def __enter__(self) -> bool:
+        return self._of_rank().acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._of_rank().release()
+
+
 class RLock(Lock):
     """`threading.RLock`, with what `threading.Condition` needs of it."""
 

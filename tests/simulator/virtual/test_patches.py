@@ -289,6 +289,28 @@ def test_pools_timers_and_thread_locals() -> None:
     assert simulate(main) == [list(range(8)), 1, 1, 30, False]
 
 
+def test_a_rank_killed_amid_a_submit_keeps_no_other_rank_from_its_pools() -> None:
+    scheduler = Scheduler(RandomPolicy(0), [RankClock(), RankClock()])
+    done: list[int] = []
+
+    def killed() -> None:
+        with concurrent.futures.thread._global_shutdown_lock:
+            time.sleep(1)
+            scheduler.kill(0)
+
+    def goes_on() -> None:
+        time.sleep(2)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            done.append(pool.submit(lambda: 7).result())
+
+    with patches.installed(scheduler, 0):
+        scheduler.spawn(killed, "rank0", 0)
+        scheduler.spawn(goes_on, "rank1", 1)
+        scheduler.run()
+        assert [task.rank for task in scheduler.waiting()] == []
+    assert done == [7]
+
+
 def test_asyncio_runs_on_virtual_time() -> None:
     async def main() -> tuple[int, list[int]]:
         began_s = asyncio.get_running_loop().time()
