@@ -232,6 +232,7 @@ class Uploader:
         """
         deadline_s = time.monotonic() + self._settings.close_timeout_s
         with self._changed:
+            self._changed.notify_all()  # a signal handler may have come between a submission and its notice
             while self._jobs or self._failure:
                 self._raise_failure()
                 if self._thread is None or self._abandoned:
@@ -266,6 +267,7 @@ class Uploader:
 
     def _wait_for_room(self, job: _Job) -> None:
         """Back-pressure. Every turn looks for a failure first: a dead thread never makes room."""
+        self._changed.notify_all()  # as in `drain`
         while True:
             if not self._open:
                 raise self._error(f"step {job.step} was submitted to an uploader that is not running", job)
@@ -284,7 +286,6 @@ class Uploader:
         """Wait for the thread to report, but wake in time to notice a call that hangs."""
         _, began_s = self._call or ("", time.monotonic())
         until_s = min(deadline_s, began_s + self._settings.flush_timeout_s)
-        self._changed.notify_all()  # a signal handler may have come between a submission and its notice
         self._changed.wait(min(max(0.001, until_s - time.monotonic()), WAIT_S_MAX))
 
     def _raise_failure(self, refused: _Job | None = None) -> None:
