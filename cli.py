@@ -37,6 +37,8 @@ from .conformance.check import check, load, save_failure
 from .conformance.verdict import Report, Verdict, worst
 from .simulator.errors import KitError, ScenarioError
 from .simulator.scenario import Backend, Devices, Scenario
+from .simulator.target import resolve
+from .simulator.workload import Workload
 
 if TYPE_CHECKING:
     from .reference.readback import StoreReader
@@ -584,6 +586,10 @@ def _progress(quiet: bool) -> Iterator[Progress]:
 def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool, histories: Path | None = None) -> list[Report]:
     """Run in order; in the folder ``histories``, if any, each run's history is saved as soon as it is over. Every
     setting of a run is printed before its first step when there is only one."""
+    for scenario, target in work:  # before the engine is warmed up, which takes seconds
+        Workload(scenario)
+        if ":" not in target or target.startswith("specimen:"):
+            resolve(target)
     reports = []
     if len(work) == 1 and not quiet:
         scenario, target = work[0]
