@@ -23,7 +23,6 @@ from deltaproof.simulator.faults import REGISTRY, RankKill
 from deltaproof.simulator.history import History
 from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
 
-pytestmark = pytest.mark.xdist_group("processes")
 
 SMALL = Scenario(name="small", seed=5, tables=(Table(name="item"),), workload=Workload(steps=4))
 
@@ -150,7 +149,7 @@ def test_run_prints_seed_and_settings_first_and_exits_0(cli) -> None:
 def test_a_broken_run_says_how_to_repeat_it_and_the_replay_reproduces(cli) -> None:
     scenario = SMALL.to_json()
     (cli.folder / "s.json").write_text(scenario)
-    ended = cli.run("run", "s.json", "--target", "specimen:S02")
+    ended = cli.run("run", "s.json", "--target", "specimen:S02", "--engine", "virtual")
     assert ended.returncode == 1, ended
     [command] = [line.strip() for line in ended.stdout.splitlines() if " replay " in line]
     pasted = subprocess.run(
@@ -170,7 +169,7 @@ def test_a_broken_run_says_how_to_repeat_it_and_the_replay_reproduces(cli) -> No
 def test_where_no_failure_file_can_be_written_the_report_is_printed_all_the_same(cli) -> None:
     (cli.folder / "s.json").write_text(SMALL.to_json())
     (cli.folder / "taken").touch()
-    ended = cli.run("run", "s.json", "--target", "specimen:S02", "--failures", "taken")
+    ended = cli.run("run", "s.json", "--target", "specimen:S02", "--failures", "taken", "--engine", "virtual")
     assert ended.returncode == 1
     assert "no-silent-loss" in ended.stdout
     assert "no failure file in taken" in one_line(ended.stderr)
@@ -181,7 +180,7 @@ def test_a_fault_that_never_fires_exits_3_and_json_says_so(cli) -> None:
         name="late", workload=Workload(steps=3), faults=(RankKill(rank=0, point="train.after-step", nth=9),)
     )
     (cli.folder / "s.json").write_text(scenario.to_json())
-    ended = cli.run("run", "s.json", "--json")
+    ended = cli.run("run", "s.json", "--json", "--engine", "virtual")
     assert ended.returncode == 3
     answer = json.loads(ended.stdout)
     assert answer["verdict"] == "not exercised"
@@ -190,12 +189,12 @@ def test_a_fault_that_never_fires_exits_3_and_json_says_so(cli) -> None:
 
 def test_explore_draws_the_count_and_the_same_seed_repeats(cli) -> None:
     def explored() -> dict:
-        ended = cli.run("explore", "--count", "3", "--seed", "3", "--ranks-max", "2", "--json")
+        ended = cli.run("explore", "--count", "2", "--seed", "3", "--ranks-max", "2", "--json")
         assert ended.returncode == 0, ended
         return json.loads(ended.stdout)
 
     first, second = explored(), explored()
-    assert first["runs"] == 3
+    assert first["runs"] == 2
     assert first["drawn"] == second["drawn"]
     assert len(set(first["drawn"])) > 1
 
