@@ -16,13 +16,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
 
 from deltaproof.conformance.check import load
 from deltaproof.conformance.judge import judge
 from deltaproof.simulator.faults import REGISTRY, RankKill
 from deltaproof.simulator.history import History
 from deltaproof.simulator.scenario import Deadlines, Scenario, Table, Workload
-
 
 SMALL = Scenario(name="small", seed=5, tables=(Table(name="item"),), workload=Workload(steps=4))
 
@@ -416,8 +416,21 @@ def test_a_closed_pipe_is_no_crash(cli) -> None:
 def test_help_names_every_command() -> None:
     from deltaproof.cli import app
 
-    names = {c.name or getattr(c.callback, "__name__", None) for c in app.registered_commands}
-    assert names == {"demo", "run", "replay", "explore", "serve", "list", "readback", "resend", "show", "check"}
+    names = set(typer.main.get_command(app).commands)
+    assert names == {
+        "demo",
+        "run",
+        "replay",
+        "explore",
+        "serve",
+        "list",
+        "readback",
+        "resend",
+        "show",
+        "check",
+        "conform",
+        "init-target",
+    }
 
 
 def test_a_temporary_folder_with_too_long_a_name_is_bad_input(cli) -> None:
