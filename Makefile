@@ -10,8 +10,9 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 # Passed on to what the target runs: `make test ARGS="tests/fakes -k lookup -x"`.
 ARGS ?=
-# Worker processes of `make test`; 0 runs the tests in one process, which a debugger needs.
-JOBS ?= 2
+# Worker processes of `make test`: one more than two cores, because many tests wait for sockets and deadlines.
+# 0 runs the tests in one process, which a debugger needs.
+JOBS ?= 3
 
 BIN := .venv/bin
 RUN := $(BIN)/python -P
