@@ -37,7 +37,7 @@ from .conformance.check import check, load, save_failure
 from .conformance.verdict import Report, Verdict, worst
 from .simulator.errors import KitError, ScenarioError
 from .simulator.scenario import Backend, Devices, Scenario
-from .simulator.target import resolve
+from .simulator.target import require
 from .simulator.workload import Workload
 
 if TYPE_CHECKING:
@@ -588,8 +588,7 @@ def _run_all(engine: Any, work: list[tuple[Scenario, str]], quiet: bool, histori
     setting of a run is printed before its first step when there is only one."""
     for scenario, target in work:  # before the engine is warmed up, which takes seconds
         Workload(scenario)
-        if ":" not in target or target.startswith("specimen:"):
-            resolve(target)
+        require(target)
     reports = []
     if len(work) == 1 and not quiet:
         scenario, target = work[0]

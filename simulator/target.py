@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -174,6 +175,17 @@ def contents(target: str, context: RankContext) -> pa.Table | None:
     if target == "reference" or target.startswith("specimen:"):
         return None
     return seams.contents(resolve(target), target, context)
+
+
+def require(target: str) -> None:
+    """Raises ScenarioError when a target string names nothing, as far as that shows without importing it."""
+    kind, _, rest = target.partition(":")
+    if kind == "specimen" or not rest:
+        resolve(target)
+    elif kind != "exec":
+        package = kind.partition(".")[0]
+        if not package.isidentifier() or importlib.util.find_spec(package) is None:
+            raise ScenarioError(f"cannot import target {target!r}: there is no module {package!r}")
 
 
 def resolve(target: str) -> Callable[[RankContext], Any]:
