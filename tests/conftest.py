@@ -56,6 +56,11 @@ if "DELTAPROOF_REAL_PROJECT" not in os.environ:
     sys.addaudithook(_refuse_the_world)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups first: one that a worker begins late keeps the suite waiting when all else is done."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Stop with one line when GPU tests were asked for where there is no GPU: skipping them would look like success."""
     if any(item.get_closest_marker("gpu") for item in session.items):
@@ -104,7 +109,7 @@ def free_port() -> int:
 def engine() -> Iterator["ProcessEngine"]:
     """One process engine for all tests of a worker: its forkserver takes seconds to start, a scenario under one.
 
-    Tests that use it are marked xdist_group("processes"), so that one worker runs them all.
+    Tests that use it are in a few xdist groups, each of which one worker runs.
     """
     from deltaproof.simulator.processes.engine import ProcessEngine
 

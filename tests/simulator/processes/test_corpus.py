@@ -8,7 +8,7 @@ from deltaproof.conformance.check import check
 from deltaproof.conformance.verdict import Verdict
 from deltaproof.simulator.scenario import Scenario
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group("corpus")
 
 FILES = sorted((Path(__file__).parents[2] / "scenarios").glob("*.json"))
 

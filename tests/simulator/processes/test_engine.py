@@ -24,7 +24,7 @@ from deltaproof.simulator.processes import engine as engine_module
 from deltaproof.simulator.processes import supervisor as supervisor_module
 from deltaproof.simulator.scenario import Deadlines, Restart, Scenario, Table, Workload
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group("engine")
 
 SHORT = Scenario(name="short", tables=MIXED, workload=Workload(steps=4), deadlines=Deadlines(run_s=30, grace_s=3))
 
