@@ -716,7 +716,7 @@ def test_memory_does_not_grow_with_the_rows_that_are_read(kit: Any) -> None:
             assert report.verdicts["MISSING"] == steps * rows
             return max(peaks)
 
-    assert peak_of(24) < 1.5 * peak_of(3) < 24 * rows * dim * 4
+    assert peak_of(10) < 1.5 * peak_of(3) < 10 * rows * dim * 4
 
 
 def test_no_more_keys_wait_to_be_merged_than_may_be_held(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
