@@ -197,7 +197,6 @@ def test_a_folder_that_cannot_be_is_refused_before_the_run(typed, tmp_path, opti
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
 def test_run_saves_what_show_and_check_read(cli) -> None:
     scenario = SPECIMENS["S02"].scenario
     (cli.folder / "s.json").write_text(scenario.to_json())
@@ -215,7 +214,6 @@ def test_run_saves_what_show_and_check_read(cli) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
 def test_a_kept_run_is_readable_when_its_supervisor_was_killed(cli, typed) -> None:
     slow = Scenario(name="slow", workload=Workload(steps=100_000))
     (cli.folder / "s.json").write_text(slow.to_json())

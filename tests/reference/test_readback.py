@@ -210,7 +210,7 @@ class Noting(Survey):
 
 
 @hypothesis.given(drawn=some_shards(), stored=store_rows, sizes=sizes, keys_max=st.sampled_from([1, 2, 5, 100]))
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=40)
 def test_each_keys_verdict_is_the_models(
     kit: Any, drawn: list[Shard], stored: dict[Key, tuple[int, float]], sizes: dict[str, int], keys_max: int
 ) -> None:
@@ -320,7 +320,7 @@ class Dies(StoreReader):
     deaths=st.lists(st.integers(1, 12), max_size=3),
     marks=st.none() | st.integers(0, 3),
 )
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 def test_a_resend_ends_with_the_newest_of_store_and_spill_however_often_it_is_killed(
     kit: Any,
     drawn: list[Shard],
@@ -495,7 +495,7 @@ class Career:
 
 
 @hypothesis.given(lives=careers())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 def test_through_failures_deaths_restarts_and_resends_store_and_shards_agree_and_nothing_newer_is_overwritten(
     kit: Any, lives: list[dict[str, Any]]
 ) -> None:
