@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
+from deltaproof import cli as command_line
 from deltaproof.conformance.check import load
 from deltaproof.conformance.judge import judge
 from deltaproof.simulator.faults import REGISTRY, RankKill
@@ -42,11 +44,24 @@ def until(condition, what: str, timeout_s: float = 60.0) -> None:
         time.sleep(0.02)  # a poll interval, not synchronisation
 
 
+@pytest.fixture
+def typed(cli, monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess]:
+    """The command in this process, in the folder of ``cli``: to start one takes a second."""
+    monkeypatch.chdir(cli.folder)
+
+    def run(*args: str) -> subprocess.CompletedProcess:
+        capsys.readouterr()
+        code = command_line._guarded(lambda: command_line.app(list(args), standalone_mode=False))
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
+
+    return run
+
+
 @pytest.mark.parametrize("what", ["faults", "properties", "specimens"])
-def test_list(cli, what: str) -> None:
-    table = cli.run("list", what)
+def test_list(typed, what: str) -> None:
+    table = typed("list", what)
     assert table.returncode == 0
-    listed = json.loads(cli.run("list", what, "--json").stdout)
+    listed = json.loads(typed("list", what, "--json").stdout)
     assert len(listed) > 5
     if what == "faults":
         assert [row["fault"] for row in listed] == list(REGISTRY)
@@ -70,13 +85,15 @@ def test_list(cli, what: str) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["run", "replay"])
-def test_bad_files_are_refused_with_one_line_and_exit_code_2(cli, command: str, content: str, message: str) -> None:
+def test_bad_files_are_refused_with_one_line_and_exit_code_2(
+    cli, typed, command: str, content: str, message: str
+) -> None:
     pq.write_table(pa.table({"price": [1.5]}), cli.folder / "clicks.parquet")
     (cli.folder / "s.json").write_text(content)
     if command == "replay" and '"workload"' in content:
         content = '{"deltaproof_failure": 1, "target": "reference", "broken": ["x"], "scenario": ' + content + "}"
         (cli.folder / "s.json").write_text(content)
-    ended = cli.run(command, "s.json")
+    ended = typed(command, "s.json")
     assert ended.returncode == 2, ended
     assert message in one_line(ended.stderr)
     assert message not in ended.stdout
@@ -116,9 +133,9 @@ def test_version(cli) -> None:
         (["run"], "Missing argument"),
     ],
 )
-def test_bad_arguments_are_refused_with_one_line_and_exit_code_2(cli, args: list[str], message: str) -> None:
+def test_bad_arguments_are_refused_with_one_line_and_exit_code_2(cli, typed, args: list[str], message: str) -> None:
     (cli.folder / "s.json").write_text(SMALL.to_json())
-    ended = cli.run(*args)
+    ended = typed(*args)
     assert ended.returncode == 2, ended
     assert message in one_line(ended.stderr)
 
