@@ -1,5 +1,7 @@
 """Histories survive a rank that dies in the middle of a record, and contradictions in the ledger do not pass."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -174,3 +176,17 @@ def test_an_attempt_goes_on_where_its_restore_left_the_ledger(tmp_path) -> None:
     assert table.lookup_steps.tolist() == [1, 1, 2, 2, 4]
     assert table.since == 3
     assert table.responsible(0).tolist() == [3], "what only earlier attempts looked up is not this one's to publish"
+
+
+def test_a_file_that_goes_while_leaks_are_sought_holds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("log", "rendezvous"):
+        (tmp_path / name).write_text("opensesame")
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.name == "rendezvous":
+            path.unlink()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert [leak.file for leak in find_leaks(tmp_path, {"PASSWORD": "opensesame"})] == ["log"]
