@@ -561,19 +561,13 @@ OF_PROCESSES = {"keep": None, "launcher": "own", "nodes": 1, "supervision": "tor
 
 @contextmanager
 def _engine(name: str, **options: Any) -> Iterator[Any]:
-    if name == "processes":
-        from .simulator.processes.engine import ProcessEngine
+    from .conformance.engines import running
 
-        with ProcessEngine(**options) as engine:
-            yield engine
-    else:
-        from .conformance.engines import running
-
-        asked = [option for option, value in options.items() if value != OF_PROCESSES[option]]
-        if asked:
-            raise ScenarioError(f"--{asked[0]} needs --engine processes")
-        with running(name) as engine:
-            yield engine
+    asked = [option for option, value in options.items() if value != OF_PROCESSES[option]]
+    if asked and name != "processes":
+        raise ScenarioError(f"--{asked[0]} needs --engine processes")
+    with running(name, **options) as engine:
+        yield engine
 
 
 @contextmanager
@@ -714,13 +708,6 @@ def _finish_shards(command: str, where: str, told: dict[str, Any], json_file: st
 
 
 # ------------------------------------------------------------------------------------------------------ printing
-def _outcome(report: Report) -> str:
-    history = report.history
-    if history.succeeded:
-        return "succeeded"
-    return "failed: " + ", ".join(f"rank {o.rank} {o.status}" for o in history.outcomes if o.status != "ok")
-
-
 def _print_table(reports: list[Report]) -> None:
     table = Table(box=None, pad_edge=False)
     for column, justify in (
@@ -742,7 +729,7 @@ def _print_table(reports: list[Report]) -> None:
             str(scenario.world_size),
             Text(", ".join(f.kind for f in scenario.faults) or "-"),
             "must succeed" if scenario.expect == "tolerate" else "may fail",
-            Text(_outcome(report)),
+            Text(report.outcome),
             str(report.rows_compared or "-"),
             Text(report.verdict.value, COLOURS[report.verdict]),
             f"{history.wall_s:.2f} s",
@@ -830,7 +817,7 @@ def _report_json(report: Report) -> dict[str, Any]:
         "verdict": report.verdict.value,
         "reason": report.reason,
         "expected": history.scenario.expect,
-        "outcome": _outcome(report),
+        "outcome": report.outcome,
         "rows_compared": report.rows_compared,
         "faults": [
             {"fault": f.describe(), "fired": n} for f, n in zip(history.scenario.faults, history.fired, strict=True)

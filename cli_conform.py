@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .simulator.errors import ScenarioError, SimulatorError
+from .simulator.errors import ScenarioError
 
 if TYPE_CHECKING:
     from .conformance.check import Engine
@@ -42,8 +42,8 @@ def conform(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a target everything that a profile has, and report what broke (docs/conformance.md)."""
-    from . import cli
-    from .conformance.check import check
+    from . import cli, cli_histories
+    from .conformance.check import check_smaller
     from .conformance.engines import running
     from .conformance.profiles import plan
     from .conformance.report.document import to_json
@@ -59,17 +59,14 @@ def conform(
     repeat = f"{program} conform {shlex.quote(target)} --engine {engine} --profile {profile} --seed {seed}"
     suite = Suite(target, engine, profile, seed, scenarios, program=program, repeat=repeat)
     if report is not None:
-        _make_folder(report)
+        cli_histories.prepare(report, "--report")
     if not as_json:
         what = f"engine {engine}, profile {profile}, seed {seed}: {len(scenarios)} scenarios"
         cli.out.print(f"deltaproof conform: {target}, {what}", markup=False)
     with running(engine) as started:
 
         def judged(scenario: Scenario) -> Report | None:
-            try:
-                return None if why_not(scenario) else check(started, scenario, target)
-            except SimulatorError:
-                return None  # smaller than this it cannot be
+            return None if why_not(scenario) else check_smaller(started, scenario, target)
 
         _run(suite, started, {s.name: why for s in scenarios if (why := why_not(s))}, quiet=as_json)
         suite.explain(judged, cli.FAILURES if report is None else report / "failures", shrink_s)
@@ -142,10 +139,3 @@ def _run(suite: Suite, engine: Engine, not_tested: dict[str, str], quiet: bool) 
             progress.update(bar, description=scenario.name)
             suite.ask(engine, scenario, not_tested.get(scenario.name))
             progress.advance(bar)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ScenarioError(f"--report {folder}: {error.strerror or error}") from None

@@ -28,7 +28,7 @@ LIMIT = 200
 
 
 def prepare(folder: Path | None, option: str = "--history") -> None:
-    """Find out before a run whether what it leaves can be saved there. Raises ScenarioError."""
+    """Find out before a run whether what it leaves can be saved there; ``option`` named it. Raises ScenarioError."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

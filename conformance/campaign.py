@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..simulator.errors import KitError, ScenarioError
+from ..simulator.errors import KitError
 from ..simulator.explore import explore
 from ..simulator.processes.lifeline import die_with_parent
 from ..simulator.scenario import Backend, Deadlines, Devices, Scenario
 from ..simulator.strategies import wide_scenarios
-from .check import Engine, check, save_failure
+from .check import Engine, check, check_smaller, save_failure
 from .shrink import Smallest, shrink
 from .verdict import Report, Verdict
 
@@ -260,11 +260,9 @@ def _smallest(engine: Engine, report: Report, share: _Share) -> dict[str, Any]:
         patience = Deadlines(run_s=min(patience.run_s, max(10.0, 5 * report.history.wall_s)), grace_s=patience.grace_s)
 
     def judged(smaller: Scenario) -> Report | None:
-        try:
-            found = check(engine, msgspec.structs.replace(smaller, deadlines=patience), share.target)
-        except (KitError, ScenarioError):
-            return None
-        found.history.scenario = smaller
+        found = check_smaller(engine, msgspec.structs.replace(smaller, deadlines=patience), share.target)
+        if found is not None:
+            found.history.scenario = smaller
         return found
 
     smallest = shrink(judged, report, broken, share.shrink_s) if share.shrink_s else Smallest(report, 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..simulator.errors import ScenarioError
+from ..simulator.errors import ScenarioError, SimulatorError
 from ..simulator.history import History
+from ..simulator.recorded import slug
 from ..simulator.scenario import Scenario
 from .judge import judge
 from .verdict import Report
@@ -28,6 +28,15 @@ class Engine(Protocol):
 def check(engine: Engine, scenario: Scenario, target: str = "reference") -> Report:
     """Run ``scenario`` on ``engine`` and judge the history. Raises ScenarioError (bad input) and KitError."""
     return judge(engine.run(scenario, target))
+
+
+def check_smaller(engine: Engine, scenario: Scenario, target: str) -> Report | None:
+    """As `check`, for one of the many scenarios that are tried to make a failing one smaller; None where it cannot be
+    run."""
+    try:
+        return check(engine, scenario, target)
+    except SimulatorError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -50,12 +59,12 @@ def save_failure(report: Report, folder: Path) -> Path:
         "first_violations": [v.message for v in report.violations[:5]],
         "scenario": json.loads(history.scenario.to_json()),
     }
-    slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{history.scenario.name}-{history.target}").strip("-.")[:100]
+    name = slug(f"{history.scenario.name}-{history.target}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     # The digest keeps two scenarios of one name and seed apart.
     digest = hashlib.sha256(history.scenario.to_json().encode()).hexdigest()[:6]
-    path = folder / f"{slug}-{history.scenario.seed}-{digest}.json"
+    path = folder / f"{name}-{history.scenario.seed}-{digest}.json"
     path.write_text(text)
     return path
 

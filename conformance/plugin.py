@@ -195,15 +195,9 @@ class Kit:
         return "\n\n".join(failure_text(failure) for failure in mine[:1])
 
     def _judged(self, scenario: Scenario) -> Report | None:
-        from ..simulator.errors import SimulatorError
-        from .check import check
+        from .check import check_smaller
 
-        if self.missing(scenario):
-            return None
-        try:
-            return check(self.engines.running(), scenario, self.target)
-        except SimulatorError:
-            return None  # smaller than this it cannot be
+        return None if self.missing(scenario) else check_smaller(self.engines.running(), scenario, self.target)
 
     @property
     def failures(self) -> Path:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis import seed as hypothesis_seed
 
 from ..simulator.catalogue import demo_scenarios
 from ..simulator.errors import ScenarioError
+from ..simulator.explore import explore
 from ..simulator.scenario import Scenario
 from ..simulator.strategies import wide_scenarios
+from ..simulator.target import is_ours
 from .specimens import SPECIMENS
-from .target import capabilities, is_ours
+from .target import capabilities
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,12 @@ def generated(count: int, seed: int) -> list[Scenario]:
     """Scenarios drawn from a seed, ``generated-0001`` and so on; fewer than ``count`` only if no more can be drawn."""
     found: list[Scenario] = []
 
-    @hypothesis_seed(seed)
-    @settings(
-        max_examples=max(1, count),
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        verbosity=Verbosity.quiet,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(wide_scenarios())
-    def draw(scenario: Scenario) -> None:
+    def draw(scenario: Scenario, shrinking: bool) -> bool:
         found.append(msgspec.structs.replace(scenario, name=f"generated-{len(found) + 1:04d}"))
+        return True
 
-    if count:
-        draw()
-    return found[:count]
+    explore(draw, wide_scenarios(), count=count, seed=seed)
+    return found
 
 
 def _fitted(scenario: Scenario, has: frozenset[str]) -> Scenario:

@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from ..reference.errors import redact
 from ..simulator.errors import ScenarioError
+from ..simulator.processes.lifeline import PR_SET_PDEATHSIG
 from ..simulator.seams import CAPABILITIES
 from ..simulator.target import RankContext
 
@@ -42,7 +43,6 @@ EXIT_S: Final = 5.0  # for a program's end after `close`
 LINE_BYTES_MAX: Final = 1 << 24
 EVENTS_MAX: Final = 1000  # of a program, the last ones
 STDERR_BYTES: Final = 1000  # of a program that died, quoted
-PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None)
 
 

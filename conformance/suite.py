@@ -117,7 +117,7 @@ def describe(report: Report) -> RunReport:
     for fault, fired in zip(told.faults, history.fired, strict=True):
         fault.fired = fired
     told.succeeded = history.succeeded
-    told.outcome = outcome(report)
+    told.outcome = report.outcome
     told.rows_compared = report.rows_compared
     told.ranks = [
         RankReport(rank=o.rank, status=o.status, exitcode=o.exitcode, error=o.error) for o in history.outcomes
@@ -126,14 +126,6 @@ def describe(report: Report) -> RunReport:
     told.diagnoses = [Diagnosis(name=name, meaning=DIAGNOSES[name], seen=seen) for name, seen in diagnose(history)]
     told.wall_s = round(history.wall_s, 3)
     return told
-
-
-def outcome(report: Report) -> str:
-    """How the job ended, in words."""
-    history = report.history
-    if history.succeeded:
-        return "succeeded"
-    return "failed: " + ", ".join(f"rank {o.rank} {o.status}" for o in history.outcomes if o.status != "ok")
 
 
 def _finding(report: Report, finding: Finding) -> FindingReport:

@@ -14,7 +14,7 @@ from ..simulator.faults import LeakyError, RankKill, RankRaise, StoreTokenRevoke
 from ..simulator.scenario import Scenario
 from ..simulator.seams import CAPABILITIES, check_factory, claimed, claims, seam_of
 from ..simulator.target import PublisherTarget as Publisher
-from ..simulator.target import RankContext, resolve
+from ..simulator.target import RankContext, is_ours, resolve
 from ..simulator.target import UploaderTarget as Uploader
 
 __all__ = [
@@ -30,11 +30,6 @@ __all__ = [
     "needs",
     "seam_of",
 ]
-
-
-def is_ours(target: str) -> bool:
-    """Whether it is the reference, or the reference with a known bug."""
-    return target == "reference" or target.startswith("specimen:")
 
 
 def capabilities(target: str) -> frozenset[str]:

@@ -104,6 +104,14 @@ class Report:
         return [v for f in self.findings for v in f.violations]
 
     @property
+    def outcome(self) -> str:
+        """How the job ended, in words."""
+        if self.history.succeeded:
+            return "succeeded"
+        failed = (o for o in self.history.outcomes if o.status != "ok")
+        return "failed: " + ", ".join(f"rank {o.rank} {o.status}" for o in failed)
+
+    @property
     def rows_compared(self) -> int:
         """Rows whose final value in the store was compared, bit by bit, with the model's."""
         return sum(f.checked for f in self.findings if f.property in ROWS_COMPARED_BY)

@@ -100,6 +100,19 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{self.kind}({', '.join(parts)})"
 
 
+class _Refused:
+    """A fault that brings what must be refused, not published."""
+
+    __slots__ = ()
+
+    def expect(self, scenario: Scenario) -> Expect:
+        return "fail-loudly"
+
+    @property
+    def must_fail(self) -> bool:
+        return True
+
+
 class _AtStep(Fault, frozen=True, kw_only=True):
     """``attempt`` says in which start of the job a fault strikes: 0 the first, 1 the one after the first restart, …"""
 
@@ -302,7 +315,7 @@ class QuietTable(Fault, frozen=True, kw_only=True, tag="quiet-table"):
         return found
 
 
-class BadRow(_AtStep, frozen=True, kw_only=True, tag="bad-row"):
+class BadRow(_Refused, _AtStep, frozen=True, kw_only=True, tag="bad-row"):
     """The model diverges: after the update of lockstep step ``step``, a row of ``table`` (bare name) that lives on this
     rank and that the step changed holds ``value``. Such a row must not be sent. Replicated tables are left alone: their
     copies would differ."""
@@ -311,13 +324,6 @@ class BadRow(_AtStep, frozen=True, kw_only=True, tag="bad-row"):
     table: str
     value: Literal["nan", "inf", "-inf"] = "nan"
 
-    def expect(self, scenario: Scenario) -> Expect:
-        return "fail-loudly"
-
-    @property
-    def must_fail(self) -> bool:
-        return True
-
     def problems(self, scenario: Scenario) -> list[str]:
         found = super().problems(scenario)
         if self.table not in {t.name for t in scenario.tables if t.sharding != "data_parallel"}:
@@ -325,19 +331,12 @@ class BadRow(_AtStep, frozen=True, kw_only=True, tag="bad-row"):
         return found
 
 
-class ReservedKey(_AtStep, frozen=True, kw_only=True, tag="reserved-key"):
+class ReservedKey(_Refused, _AtStep, frozen=True, kw_only=True, tag="reserved-key"):
     """In lockstep step ``step`` this rank's dynamic ``table`` (bare name) is asked for key -1 too, a padding id that
     nobody masked. The store reserves it; no row of it may be sent."""
 
     family: ClassVar[str] = "data"
     table: str
-
-    def expect(self, scenario: Scenario) -> Expect:
-        return "fail-loudly"
-
-    @property
-    def must_fail(self) -> bool:
-        return True
 
     def problems(self, scenario: Scenario) -> list[str]:
         found = super().problems(scenario)
@@ -360,20 +359,13 @@ class EvaluationRaises(_AtStep, frozen=True, kw_only=True, tag="evaluation-raise
         return found
 
 
-class RefusedVersion(Fault, frozen=True, kw_only=True, tag="refused-version"):
+class RefusedVersion(_Refused, Fault, frozen=True, kw_only=True, tag="refused-version"):
     """The target is asked to publish to a version that it must refuse: none, or the one that serving reads by
     default."""
 
     family: ClassVar[str] = "data"
     strikes: ClassVar[Literal["rank", "store", "model"]] = "model"
     store_version: Literal["", "default"] = "default"
-
-    def expect(self, scenario: Scenario) -> Expect:
-        return "fail-loudly"
-
-    @property
-    def must_fail(self) -> bool:
-        return True
 
 
 class StorageReplaced(_AtStep, frozen=True, kw_only=True, tag="storage-replaced"):
@@ -673,15 +665,8 @@ class StoreOutage(_AtStore, frozen=True, kw_only=True, tag="store-outage"):
         return found
 
 
-class _ViewGone(_AtStore, frozen=True, kw_only=True):
+class _ViewGone(_Refused, _AtStore, frozen=True, kw_only=True):
     """What the view held, and the log of it, is gone with the view."""
-
-    def expect(self, scenario: Scenario) -> Expect:
-        return "fail-loudly"
-
-    @property
-    def must_fail(self) -> bool:
-        return True
 
 
 class StoreViewDeleted(_ViewGone, frozen=True, kw_only=True, tag="store-view-deleted"):

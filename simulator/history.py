@@ -94,13 +94,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """One line for a timeline: milliseconds since ``start_ms``, who, what."""
         where = "" if self.step is None else f" step {self.step}"
         details = " ".join(
-            f"{k}={_short(v)}" for k, v in self.data.items() if k != "traceback" and v not in ("", [], {})
+            f"{k}={one_line(v)}" for k, v in self.data.items() if k != "traceback" and v not in ("", [], {})
         )
         who = f"{self.who} (attempt {self.attempt})" if self.attempt else self.who
         return f"{self.t_ms - start_ms:10.1f} ms  {who:<10} {self.kind}{where}  {details}".rstrip()
 
 
-def _short(value: Any) -> str:
+def one_line(value: object) -> str:
+    """Any value as at most 160 characters without a line break."""
     text = " ".join(str(value).split())
     return text if len(text) <= 160 else text[:157] + "..."
 
@@ -165,6 +166,14 @@ def read_events(path: Path) -> list[Event]:
     return events
 
 
+def embedding_column(rows: np.ndarray | None, n: int) -> pa.Array:
+    """list<float32> (n,) of float32 rows (n, dim), or n nulls."""
+    if rows is None:
+        return pa.nulls(n, LEDGER_SCHEMA.field("embedding").type)
+    offsets = pa.array(np.arange(n + 1, dtype=np.int32) * rows.shape[1])
+    return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(rows, np.float32).ravel()))
+
+
 class LedgerWriter:
     """Appends ledger batches of one rank to an Arrow IPC stream, each flushed to the kernel as it is written."""
 
@@ -179,13 +188,8 @@ class LedgerWriter:
             n = len(keys)
             if n == 0:
                 continue
-            if rows is None:
-                embedding = pa.nulls(n, LEDGER_SCHEMA.field("embedding").type)
-            else:
-                offsets = pa.array(np.arange(n + 1, dtype=np.int32) * rows.shape[1])
-                embedding = pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(rows).ravel()))
             columns = [np.full(n, step, np.int64), np.full(n, what, np.int8), np.full(n, table, np.int32), keys]
-            batch = pa.record_batch([*map(pa.array, columns), embedding], schema=LEDGER_SCHEMA)
+            batch = pa.record_batch([*map(pa.array, columns), embedding_column(rows, n)], schema=LEDGER_SCHEMA)
             with recording():
                 self._writer.write_batch(batch)
 

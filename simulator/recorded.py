@@ -40,6 +40,7 @@ from .history import (
     RankOutcome,
     append_attempt,
     build_tables,
+    embedding_column,
     read_events,
     read_ledger,
 )
@@ -104,9 +105,14 @@ def find(folder: Path) -> list[Path]:
     return sorted({path.parent for name in (META, RUN) for path in folder.glob(f"*/{name}")})
 
 
+def slug(text: str) -> str:
+    """What a file's name can say of any text, in at most 100 characters; "" where nothing is left."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:100]
+
+
 def folder_name(text: str) -> str:
     """A scenario's name as one that any folder can have."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:100] or "history"
+    return slug(text) or "history"
 
 
 def fingerprint(history: History) -> str:
@@ -158,7 +164,7 @@ def _events_table(events: list[Event]) -> pa.Table:
 def _ledger_table(tables: list[LedgerTable]) -> pa.Table:
     batches = []
     for index, table in enumerate(tables):
-        rows, looked_up = len(table.initial), len(table.lookup_steps)
+        rows = len(table.initial)
         for what, steps, keys, values, ranks in (
             (INITIAL, np.zeros(rows, np.int64), np.arange(rows), table.initial, table.host),
             (CHANGED, table.steps, table.keys, table.values, np.full(len(table.steps), -1)),
@@ -166,13 +172,7 @@ def _ledger_table(tables: list[LedgerTable]) -> pa.Table:
         ):
             if not len(keys):
                 continue
-            if values is None:
-                embedding = pa.nulls(looked_up, MERGED_SCHEMA.field("embedding").type)
-            else:
-                offsets = pa.array(np.arange(len(keys) + 1, dtype=np.int32) * values.shape[1])
-                embedding = pa.ListArray.from_arrays(
-                    offsets, pa.array(np.ascontiguousarray(values, np.float32).ravel())
-                )
+            embedding = embedding_column(values, len(keys))
             numbers = (steps, np.int64), (np.full(len(keys), what), np.int8), (np.full(len(keys), index), np.int32)
             columns = [pa.array(np.asarray(c, kind)) for c, kind in (*numbers, (keys, np.int64))]
             batches.append(

@@ -160,7 +160,7 @@ def make_publisher(target: str, context: RankContext, scenario: Scenario) -> Pub
     from . import seams
 
     factory = resolve(target)
-    if target == "reference" or target.startswith("specimen:"):
+    if is_ours(target):
         return factory(context)
     return seams.adapt(factory, target, context, scenario)
 
@@ -172,9 +172,14 @@ def contents(target: str, context: RankContext) -> pa.Table | None:
     """
     from . import seams
 
-    if target == "reference" or target.startswith("specimen:"):
+    if is_ours(target):
         return None
     return seams.contents(resolve(target), target, context)
+
+
+def is_ours(target: str) -> bool:
+    """Whether it is the reference, or the reference with a known bug."""
+    return target == "reference" or target.startswith("specimen:")
 
 
 def require(target: str) -> None:
@@ -247,7 +252,7 @@ def readback(target: str, context: RankContext) -> dict[str, Any] | None:
     from ..reference.readback import Readback, StoreReader, choose
     from ..reference.shards import Files, find
 
-    if context.retain is None or not (target == "reference" or target.startswith("specimen:")):
+    if context.retain is None or not is_ours(target):
         return None
     settings = settings_of(context)
     project = context.client_factory().get_project(settings.project)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...simulator.history import Event, History
+from ...simulator.history import Event, History, one_line
 from .. import evidence
 from ..verdict import Violation
 from .document import Mark, Moment, Timeline
@@ -84,7 +84,7 @@ def mark_of(history: History, event: Event, about: bool = False) -> Mark:
         words += f", attempt {event.attempt}"
     left_out = ("traceback", "index", "kind", "resident_bytes", "clock_s", "own_step", "number", "view", "covers")
     details = ", ".join(
-        f"{name} {_line(value)}"
+        f"{name} {one_line(value)}"
         for name, value in event.data.items()
         if name not in left_out and value not in (None, "", [], {})
     )
@@ -92,11 +92,6 @@ def mark_of(history: History, event: Event, about: bool = False) -> Mark:
     return Mark(
         t_ms=t_ms, lane=event.who, kind=event.kind, text=f"{words}: {details}" if details else words, about=about
     )
-
-
-def _line(value: object) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 160 else text[:157] + "..."
 
 
 def _writes(request: Event) -> bool:
@@ -185,7 +180,9 @@ def _trouble(history: History, event: Event) -> str:
         client = event.data.get("client")
         met = f", met by {client}" if client else ""
         return f"fault {history.scenario.faults[index].describe()} strikes{met}"
-    return f"{WORDS.get(event.kind, event.kind)}: {_line(event.data.get('message') or event.data.get('error') or '')}"
+    return (
+        f"{WORDS.get(event.kind, event.kind)}: {one_line(event.data.get('message') or event.data.get('error') or '')}"
+    )
 
 
 def _without_echoes(moments: list[Moment]) -> list[Moment]:

@@ -26,6 +26,7 @@ import msgspec
 
 from ..errors import KitError
 from ..history import Event, RankOutcome, append_event, read_events
+from ..recorded import attempt_folder
 from ..scenario import Scenario
 from . import hang
 from .launchers import Job, RankProcess, Supervision, TorchrunRank, end_processes
@@ -133,7 +134,7 @@ class Supervisor:
         """``make``: the ranks' processes, not started yet, in order of ranks."""
         self._strict = supervision == "strict"
         self.scenario, self.attempt = scenario.of_attempt(attempt), attempt
-        self.folder = folder / f"attempt-{attempt}" if attempt else folder
+        self.folder = attempt_folder(folder, attempt)
         self.folder.mkdir(exist_ok=True)
         (folder / "checkpoints").mkdir(exist_ok=True)
         self.events: list[Event] = []
@@ -250,7 +251,7 @@ class Supervisor:
                 raise KitError(
                     f"rank {rank} is gone, and its launcher did not say how it ended: {self.job.last_words()}"
                 )
-            elif code is not None and code < 0:
+            elif code < 0:
                 status = "killed"
             elif error is not None and code:
                 status = "error"

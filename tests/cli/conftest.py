@@ -3,10 +3,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
+from alibabacloud_credentials.utils import auth_util
+
+from deltaproof import cli as command_line
 
 
 def _heed_ctrl_c() -> None:
@@ -68,3 +73,28 @@ def cli(tmp_path):
         made = Cli(tmp_path, Path(temporary))
         yield made
         made.end_left_over()
+
+
+class Typed(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Typed]:
+    """The command in this process, in ``tmp_path``: to start one takes a second."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, **environment: str) -> Typed:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        # Alibaba's module has read the environment before, when another test imported it.
+        for field in ("access_key_id", "access_key_secret"):
+            monkeypatch.setattr(auth_util, f"environment_{field}", environment.get(f"ALIBABA_CLOUD_{field.upper()}"))
+        capsys.readouterr()
+        words = [str(argument) for argument in arguments]
+        code = command_line._guarded(lambda: command_line.app(words, standalone_mode=False))
+        return Typed(code, *capsys.readouterr())
+
+    return run

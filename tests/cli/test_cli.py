@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
-from deltaproof import cli as command_line
 from deltaproof.conformance.check import load
 from deltaproof.conformance.judge import judge
 from deltaproof.simulator.faults import REGISTRY, RankKill
@@ -42,19 +40,6 @@ def until(condition, what: str, timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit, f"waited {timeout_s} s in vain: {what}"
         time.sleep(0.02)  # a poll interval, not synchronisation
-
-
-@pytest.fixture
-def typed(cli, monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess]:
-    """The command in this process, in the folder of ``cli``: to start one takes a second."""
-    monkeypatch.chdir(cli.folder)
-
-    def run(*args: str) -> subprocess.CompletedProcess:
-        capsys.readouterr()
-        code = command_line._guarded(lambda: command_line.app(list(args), standalone_mode=False))
-        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.parametrize("what", ["faults", "properties", "specimens"])

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from deltaproof import cli as command_line
 from deltaproof.conformance.judge import judge
 from deltaproof.conformance.specimens import SPECIMENS
 from deltaproof.simulator.faults import RankKill, StoreError
@@ -38,17 +37,6 @@ def history() -> History:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, history) -> Path:
     return history.save(tmp_path_factory.mktemp("histories") / "h")
-
-
-@pytest.fixture
-def typed(capsys):
-    """What a command answers: (exit code, stdout, stderr)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        code = command_line._guarded(lambda: command_line.app([str(a) for a in args], standalone_mode=False))
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def events_shown(text: str) -> list[str]:

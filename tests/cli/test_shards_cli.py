@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from alibabacloud_credentials.utils import auth_util
 
-from deltaproof import cli as command_line
 from deltaproof.fakes.server import FeatureStoreServer
 from deltaproof.fakes.server.faults import StatusFault
 from deltaproof.fakes.store import ViewSpec
@@ -43,30 +41,6 @@ def view(server: FeatureStoreServer) -> FeatureStoreServer:
     return server
 
 
-class Typed(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Typed]:
-    """The command in this process: to start one takes a second."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str, **environment: str) -> Typed:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        # Alibaba's module has read the environment before, when another test imported it.
-        for field in ("access_key_id", "access_key_secret"):
-            monkeypatch.setattr(auth_util, f"environment_{field}", environment.get(f"ALIBABA_CLOUD_{field.upper()}"))
-        capsys.readouterr()
-        code = command_line._guarded(lambda: command_line.app(list(arguments), standalone_mode=False))
-        return Typed(code, *capsys.readouterr())
-
-    return run
-
-
 def keep(folder: Path, step: int, ts: int, value: float, state: State = "acknowledged", keys: int = ROWS) -> pa.Table:
     table = make_delta(step, 0, 1, "f", NAME, np.arange(keys), np.full((keys, 2), value, np.float32), "dump")
     writer = ShardWriter(Files(str(folder)), SETTINGS, 0, 1, f"g{step}", state=state)
@@ -81,7 +55,7 @@ def put(server: FeatureStoreServer, table: pa.Table, ts: int) -> None:
 
 
 def test_shards_that_agree_then_not_then_are_sent_again(
-    cli: Any, typed: Callable[..., Typed], view: FeatureStoreServer
+    cli: Any, typed: Callable[..., Any], view: FeatureStoreServer
 ) -> None:
     where = ["kept", "--endpoint", view.endpoint]
     put(view, keep(cli.folder / "kept", 1, 10, 1.0), 10)
@@ -122,7 +96,7 @@ def test_shards_that_agree_then_not_then_are_sent_again(
 
 
 def test_damage_is_named_and_the_rest_is_compared(
-    typed: Callable[..., Typed], tmp_path: Path, view: FeatureStoreServer
+    typed: Callable[..., Any], tmp_path: Path, view: FeatureStoreServer
 ) -> None:
     put(view, keep(tmp_path / "kept", 1, 10, 1.0), 10)
     put(view, keep(tmp_path / "kept", 2, 11, 2.0, keys=5), 11)
@@ -145,7 +119,7 @@ def test_damage_is_named_and_the_rest_is_compared(
 
 
 def test_what_the_store_refuses_is_an_exit_code_1_and_no_secret_is_told(
-    typed: Callable[..., Typed], tmp_path: Path, view: FeatureStoreServer
+    typed: Callable[..., Any], tmp_path: Path, view: FeatureStoreServer
 ) -> None:
     keep(tmp_path / "spill", 3, 12, 3.0, "spilled")
     view.add_fault(StatusFault(id="no", route="write", code=403, count=100))
@@ -158,7 +132,7 @@ def test_what_the_store_refuses_is_an_exit_code_1_and_no_secret_is_told(
 
 @pytest.mark.parametrize("command", ["readback", "resend"])
 def test_bad_input_is_one_line_and_exit_code_2(
-    typed: Callable[..., Typed], tmp_path: Path, view: FeatureStoreServer, command: str
+    typed: Callable[..., Any], tmp_path: Path, view: FeatureStoreServer, command: str
 ) -> None:
     state: State = "spilled" if command == "resend" else "acknowledged"
     keep(tmp_path / "kept", 1, 10, 1.0, state)
@@ -185,7 +159,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert "hunter2" not in ended.stderr
 
 
-def test_an_empty_folder_proves_nothing(typed: Callable[..., Typed], tmp_path: Path) -> None:
+def test_an_empty_folder_proves_nothing(typed: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     ended = typed("readback", "kept")
     assert (ended.returncode, "nothing was compared" in ended.stdout) == (1, True)
