@@ -232,16 +232,26 @@ class _Job:
 
     @contextmanager
     def _environment(self) -> Iterator[None]:
-        """The planted secrets where a trainer finds its credentials, and everything logged kept in ``logged``."""
+        """The planted secrets where a trainer finds its credentials, and everything logged kept in ``logged``.
+
+        What is logged is what a process that says nothing of it logs: a record reads the clock, which moves it on, so
+        the level that a user or a test of this process has set would tell in the history.
+        """
         before = {name: os.environ.get(name) for name in self.secrets}
+        root = logging.getLogger()
+        level, disabled = root.level, root.manager.disable
+        root.setLevel(logging.WARNING)
+        root.manager.disable = logging.NOTSET
         handler = logging.Handler()
         handler.emit = self._log  # type: ignore[method-assign]
-        logging.getLogger().addHandler(handler)
+        root.addHandler(handler)
         os.environ.update(self.secrets)
         try:
             yield
         finally:
-            logging.getLogger().removeHandler(handler)
+            root.removeHandler(handler)
+            root.manager.disable = disabled
+            root.setLevel(level)  # which forgets what was enabled
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)

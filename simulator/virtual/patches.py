@@ -31,9 +31,11 @@ import time
 import types
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from ...reference import errors
 from . import files, primitives
 from .files import SameInstances
 from .primitives import running
@@ -358,6 +360,8 @@ _FRESH: list[tuple[Any, str, Callable[[], Any]]] = [
     (concurrent.futures.thread, "_threads_queues", weakref.WeakKeyDictionary),
     (concurrent.futures.thread, "_global_shutdown_lock", primitives.ModuleLock),
     (tempfile, "_name_sequence", lambda: None),
+    # Credentials that this process has met are no affair of the ranks', whose errors would be redacted otherwise.
+    (errors, "_remembered", lambda: deque(maxlen=errors._remembered.maxlen)),
 ]
 #: Real object -> its replacement, for names bound by ``from ... import ...``.
 _BY_IDENTITY: dict[int, Any] = {

@@ -1,9 +1,11 @@
 """The deterministic engine runs the same scenarios to the same verdicts, and the same scenario to the same bytes."""
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from deltaproof.conformance.judge import judge
 from deltaproof.conformance.verdict import Verdict
+from deltaproof.reference import errors
 from deltaproof.simulator.catalogue import demo_scenarios
 from deltaproof.simulator.errors import ScenarioError
 from deltaproof.simulator.explore import explore
@@ -115,6 +118,32 @@ def test_a_recorded_schedule_repeats_the_run() -> None:
 def test_the_same_scenario_gives_the_same_bytes(scenario: Scenario) -> None:
     engine = VirtualEngine()
     assert digest(engine.run(scenario)) == digest(engine.run(scenario))
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.ERROR])
+def test_what_this_process_logs_does_not_show(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = digest(VirtualEngine().run(RICH))
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "level", level)
+    root.manager._clear_cache()  # type: ignore[attr-defined]
+    assert digest(VirtualEngine().run(RICH)) == expected
+    assert root.level == level
+    logging.disable(logging.CRITICAL)
+    try:
+        assert digest(VirtualEngine().run(RICH)) == expected
+        assert not root.isEnabledFor(logging.CRITICAL)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_credentials_that_this_process_has_met_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be redacted from the errors of the ranks, which have not met them."""
+    refused = next(s for s in demo_scenarios() if s.name == "store-403")
+    monkeypatch.setattr(errors, "_remembered", deque())
+    expected = digest(VirtualEngine().run(refused))
+    errors.remember("planned fault")
+    assert digest(VirtualEngine().run(refused)) == expected
+    assert list(errors._remembered) == ["planned fault"]
 
 
 def test_another_process_and_hash_seed_give_the_same_bytes() -> None:
